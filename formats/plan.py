@@ -1,0 +1,237 @@
+"""The plan: everything `gplan plan` decided, and the evidence it decided on.
+
+These structs are the whole of a `.gplan` file. They hold no timestamp, no absolute path and no device serial, so the
+same decisions on the same evidence are the same bytes. This module owns the fields and their consistency; the bytes
+around them belong to `container`, comparison with a machine to `drift`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PLAN_FORMAT = 1
+"""Version of the fields and of the container. Another version is refused, never migrated."""
+
+PhaseName = Literal["decode", "prefill"]
+BackendName = Literal["full", "breakable", "piecewise", "eager"]
+
+LEDGER_ROWS = (
+    "weights",
+    "non_torch",
+    "workspace",
+    "static_buffers",
+    "activation_reserve",
+    "graph_pool_decode",
+    "graph_pool_prefill",
+    "kv_pool",
+    "headroom",
+)
+"""Every ledger row, in the order in which serve spends them."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all parts: frozen, by keyword, and strict on fields."""
+
+
+class TensorHeader(Record):
+    """One tensor as its safetensors header states it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+
+
+class ModelIdentity(Record):
+    """What makes a checkpoint the same checkpoint, wherever it lies.
+
+    Attributes:
+        source: where it was, as the user wrote it: a hub name or a relative path; of an absolute path the last part.
+            For display and as a default for `--checkpoint`; not part of the identity.
+        config_digest: sha256 of the canonical JSON of config.json.
+        headers_digest: sha256 over name, dtype, shape, file and offset of every tensor, and every file's size.
+        content_digest: sha256 over the tensor files' bytes where full hashing was asked for, else empty.
+        num_parameters: elements over all tensors.
+    """
+
+    source: str
+    architecture: str
+    dtype: str
+    config_digest: str
+    headers_digest: str
+    content_digest: str = ""
+    num_parameters: int
+    num_layers: int
+    vocab_size: int
+
+
+class Fingerprint(Record):
+    """The machine and the libraries. `drift` grades each field.
+
+    Attributes:
+        device_name: the GPU's or the CPU's model name.
+        capability: compute capability as `9.0`; for a CPU its vector extension (`avx2`).
+        num_threads: threads torch computes with on a CPU, 0 on a GPU.
+        kernels_version: of flashinfer; empty for the reference kernels.
+    """
+
+    device: Literal["cuda", "cpu"]
+    device_name: str
+    capability: str
+    device_count: int
+    tp_size: int
+    device_memory: int
+    free_memory: int
+    num_threads: int
+    driver: str
+    torch: str
+    cuda: str
+    triton: str
+    transformers: str
+    kernels_version: str
+    python: str
+    os: str
+    clocks_mhz: int
+
+
+class Limits(Record):
+    """What a deployment may ask for. `chunk` bounds the tokens of any one step; `max_len` prompt plus output."""
+
+    max_batch: int
+    max_len: int
+    chunk: int
+    page_size: int
+    memory_bytes: int
+
+
+class Timing(Record):
+    """Microseconds of one thing, measured `runs` times. `spread_us` is the distance between the quartiles."""
+
+    median_us: float
+    spread_us: float
+    runs: int
+
+
+class Bucket(Record):
+    """One captured size. `eager` is the same padded shape run eagerly. `interpolated`: not measured but read off its
+    neighbours."""
+
+    size: int
+    width: int = 1
+    variant: str = ""
+    graph: Timing | None = None
+    eager: Timing
+    graph_bytes: int = 0
+    capture_ms: float = 0.0
+    num_segments: int = 0
+    interpolated: bool = False
+
+
+class Rejection(Record):
+    """A backend that was not chosen, and the reason with its figures."""
+
+    backend: BackendName
+    reason: str
+
+
+class Choice(Record):
+    """Why something is as it is: measured here, forced by a rule, or locked by the user; in one sentence."""
+
+    field: str
+    value: str
+    basis: Literal["measured", "rule", "locked", "default"]
+    reason: str
+
+
+class PhasePlan(Record):
+    """How one phase runs.
+
+    Attributes:
+        backend: capture backend; `eager` has an empty ladder.
+        ladder: ascending; the last bucket is the phase's maximum where the phase is captured.
+        request_slots: request slots of a prefill graph under the `full` backend, 0 elsewhere.
+        padding_cap: a batch is replayed only if bucket <= size * (1 + padding_cap), compared in rows.
+        eager_sizes: sizes up to the maximum that run eagerly although a bucket covers them, as [first, last] ranges.
+    """
+
+    phase: PhaseName
+    backend: BackendName
+    max_size: int
+    ladder: tuple[Bucket, ...]
+    request_slots: int = 0
+    padding_cap: float | None = None
+    eager_sizes: tuple[tuple[int, int], ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+
+
+class LedgerRow(Record):
+    """Device bytes planned for one purpose, and how the figure came about."""
+
+    name: str
+    planned_bytes: int
+    basis: str
+
+
+class Workload(Record):
+    """The traffic the ladders were solved for.
+
+    Attributes:
+        spec: as the user wrote it, or `default`.
+        digest: sha256 of the trace that was simulated; empty for none.
+        decode_steps, prefill_steps: (size, steps) ascending by size: how many steps the simulated scheduler ran.
+    """
+
+    spec: str
+    digest: str = ""
+    num_requests: int = 0
+    decode_steps: tuple[tuple[int, int], ...] = ()
+    prefill_steps: tuple[tuple[int, int], ...] = ()
+
+
+class Regret(Record):
+    """Expected step time of a ladder over that of a ladder with every size, minus 1."""
+
+    phase: PhaseName
+    ladder: str
+    num_buckets: int
+    workload: str
+    regret: float
+    padding_ms: float
+
+
+class Receipt(Record):
+    """Replay of one key against eager at the same padded shape, padding poisoned."""
+
+    key: str
+    cases: int
+    max_abs_diff: float
+    bitwise: bool
+
+
+class Plan(Record):
+    """Decisions and evidence of one deployment. Field by field in GPLAN.md."""
+
+    model: ModelIdentity
+    fingerprint: Fingerprint
+    kernels: Literal["reference", "flashinfer"]
+    dtype: str
+    limits: Limits
+    num_kv_pages: int
+    kv_bytes_per_page: int
+    decode: PhasePlan
+    prefill: PhasePlan
+    ledger: tuple[LedgerRow, ...]
+    choices: tuple[Choice, ...]
+    workload: Workload
+    regrets: tuple[Regret, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+
+    def phase(self, name: str) -> PhasePlan:
+        return self.decode if name == "decode" else self.prefill
+
+    def planned_bytes(self, row: str) -> int:
+        return next(entry.planned_bytes for entry in self.ledger if entry.name == row)

@@ -1,0 +1,121 @@
+"""The contracts of capture: what records and replays (graph device), and how a forward is cut (capture backend).
+
+A backend knows no phase and no bucket; a runner knows no backend's name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+from torch import Tensor
+
+from gplan.core import ShapeKey
+
+CaptureFn = Callable[[], tuple[Tensor, ...]]
+"""A forward over static buffers: no arguments, returns the tensors that hold its results."""
+
+
+class Segment(ABC):
+    """A recorded stretch of device work that replays without Python of the model."""
+
+    @abstractmethod
+    def replay(self) -> None: ...
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors outside the graph pool that the segment is known to refer to (the tape knows them; CUDA does not)."""
+
+
+class GraphDevice(ABC):
+    """Records segments into one graph pool and replays them. Segments of a pool never run concurrently.
+
+    `measure_peak`, `synchronize` and `timer` are here because what a graph costs is known only to its device.
+    """
+
+    name: ClassVar[str]
+    result_lag: ClassVar[int]
+    """Steps whose results the host should leave unread while it launches the next: 0 where launching is running."""
+
+    @abstractmethod
+    def session(self) -> AbstractContextManager[None]:
+        """Around all captures of a plan: garbage collection is frozen, the capture stream is current. Not reentrant."""
+
+    @abstractmethod
+    def begin_segment(self) -> None:
+        """Starts recording. Until `end_segment`, reading a value on the host or synchronising raises CaptureError."""
+
+    @abstractmethod
+    def end_segment(self) -> Segment:
+        """Stops recording. What the segment allocated and still holds stays in the graph pool."""
+
+    @abstractmethod
+    def abort_segment(self) -> None:
+        """Leaves a recording that failed. On CUDA the process must not capture again."""
+
+    @abstractmethod
+    def pool_nbytes(self) -> int:
+        """Bytes that the graph pool has reserved."""
+
+    @abstractmethod
+    def measure_peak(self, fn: Callable[[], object]) -> int:
+        """Runs `fn` eagerly and returns the most bytes it had allocated at once beyond what was there before."""
+
+    @abstractmethod
+    def time_us(self, fn: Callable[[], object], repeats: int) -> list[float]:
+        """Runs `fn` `repeats` times and returns each run's device time in microseconds."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for everything launched. Raises inside a segment."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the graph pool back; segments are dead after it."""
+
+
+class CaptureBackend(ABC):
+    """Cuts a forward into segments and replays them in order."""
+
+    name: ClassVar[str]
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.device = device
+        self.frozen = False
+
+    @abstractmethod
+    def capture(self, key: ShapeKey, fn: CaptureFn, num_breaks: int) -> tuple[Tensor, ...]:
+        """Records `fn` under `key` and returns its result tensors, which every replay returns again.
+
+        Args:
+            num_breaks: attention calls in the forward. A backend that cuts at breaks checks that it met as many.
+
+        Raises:
+            CaptureError: after `freeze`, for a key captured before, a wrong number of breaks, or an operation that
+                cannot be recorded. Names the key.
+        """
+
+    @abstractmethod
+    def replay(self, key: ShapeKey) -> tuple[Tensor, ...]:
+        """Runs what `key` recorded on the present contents of the static buffers."""
+
+    @abstractmethod
+    def __contains__(self, key: ShapeKey) -> bool: ...
+
+    @abstractmethod
+    def keys(self) -> tuple[ShapeKey, ...]:
+        """Captured keys, in capture order."""
+
+    @abstractmethod
+    def tensors(self, key: ShapeKey) -> Iterator[tuple[str, Tensor]]:
+        """Named tensors that the graph of `key` is known to refer to: outputs, and what crosses breaks."""
+
+    def freeze(self) -> None:
+        """Ends capturing for good: serving has begun."""
+        self.frozen = True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drops every graph."""
