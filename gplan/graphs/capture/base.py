@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,6 +17,23 @@ from gplan.core import ShapeKey
 
 CaptureFn = Callable[[], tuple[Tensor, ...]]
 """A forward over static buffers: no arguments, returns the tensors that hold its results."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device. `free` and `total` are the whole device's; the others this process's own.
+
+    Attributes:
+        allocated: held by live tensors.
+        reserved: taken by the allocator from the device, graph pool included.
+        non_torch: taken by this process outside the allocator (context, libraries, modules).
+    """
+
+    total: int
+    free: int
+    allocated: int
+    reserved: int
+    non_torch: int
 
 
 class Segment(ABC):
@@ -38,6 +56,8 @@ class GraphDevice(ABC):
     name: ClassVar[str]
     result_lag: ClassVar[int]
     """Steps whose results the host should leave unread while it launches the next: 0 where launching is running."""
+    warmup_passes: ClassVar[int]
+    """Eager passes over all keys before capture: first calls compile, autotune and load; 0 where nothing does."""
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
@@ -68,6 +88,15 @@ class GraphDevice(ABC):
         """Runs `fn` `repeats` times and returns each run's device time in microseconds."""
 
     @abstractmethod
+    def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts copying `tensor` to the host and returns a call that waits for the copy and gives it. At most
+        `result_lag` + 1 copies may be unread at once; the tensor may be overwritten by later work in stream order."""
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory:
+        """Bytes of the device as they are now."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything launched. Raises inside a segment."""
 
@@ -80,6 +109,8 @@ class CaptureBackend(ABC):
     """Cuts a forward into segments and replays them in order."""
 
     name: ClassVar[str]
+    cuts_at_breaks: ClassVar[bool]
+    """Whether calls decorated as breaks run eagerly between segments rather than inside one."""
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device
