@@ -1,0 +1,186 @@
+"""Reads the bodies of API requests: JSON, types, unsupported fields, and what fields say together.
+
+Every refusal is a `BadRequestError` that names the parameter; nothing here knows a model or a plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from formats.errors import BadRequestError
+from formats.openai import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ErrorBody,
+    ErrorResponse,
+)
+
+MAX_SEQUENCES = 256
+"""Prompts times answers of one request at most."""
+
+_REFUSED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
+_REFUSED_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_REFUSED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+}
+"""Fields that would change the answer, with the values beside null that would not."""
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
+
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
+_FIELD = re.compile(r"^Object (contains unknown|missing required) field `(.*?)`", re.DOTALL)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """Reads the body of `POST /v1/completions`.
+
+    Raises:
+        BadRequestError: names the first parameter that is wrong.
+    """
+    request = _decode(_COMPLETION, body)
+    _refuse(request, _REFUSED_COMPLETION, "")
+    _check_shared(request)
+    _check_prompt(request)
+    n, best_of = request.n or 1, request.best_of
+    if best_of is not None and best_of < n:
+        raise BadRequestError(f"best_of ({best_of}) must be at least n ({n})", "best_of")
+    if best_of is not None and best_of > n and request.stream:
+        raise BadRequestError("best_of larger than n cannot be streamed", "best_of")
+    if len(request.prompts) * max(n, best_of or 1) > MAX_SEQUENCES:
+        raise BadRequestError(
+            f"more than {MAX_SEQUENCES} answers in one request", "n" if best_of is None else "best_of"
+        )
+    return request
+
+
+def decode_chat(body: bytes) -> ChatCompletionRequest:
+    """Reads the body of `POST /v1/chat/completions`.
+
+    Raises:
+        BadRequestError: names the first parameter that is wrong.
+    """
+    request = _decode(_CHAT, body)
+    _refuse(request, _REFUSED_CHAT, "")
+    _check_shared(request)
+    for index, message in enumerate(request.messages):
+        _check_message(message, f"messages[{index}]")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise BadRequestError("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+    return request
+
+
+def error_response(error: BadRequestError) -> ErrorResponse:
+    """The refusal in the API's own form; goes with HTTP status 400."""
+    return ErrorResponse(error=ErrorBody(message=error.message, param=error.path or None, code=error.code))
+
+
+def _decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
+
+
+def _explain(text: str) -> BadRequestError:
+    """Turns msgspec's sentence into one that names the parameter."""
+    at = _AT.search(text)
+    parent = at[1] if at else ""
+    text = _AT.sub("", text)
+    field = _FIELD.match(text)
+    if field is None:
+        return BadRequestError(f"{parent or 'body'}: {text[0].lower()}{text[1:]}", parent, "invalid_type")
+    path = f"{parent}.{field[2]}" if parent else field[2]
+    if field[1] == "contains unknown":
+        return BadRequestError(f"unknown parameter: {_short(path)}", _short(path), "unknown_parameter")
+    return BadRequestError(f"missing parameter: {path}", path, "missing_required_parameter")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _refuse(value: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]], parent: str) -> None:
+    for name, neutral in refused.items():
+        found = getattr(value, name)
+        if found is not None and found not in neutral:
+            path = f"{parent}.{name}" if parent else name
+            raise BadRequestError(
+                f"{path} is not supported here and would change the answer", path, "unsupported_parameter"
+            )
+
+
+def _check_shared(request: CompletionRequest | ChatCompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise BadRequestError("stream_options needs stream to be true", "stream_options")
+    limit = request.max_output_tokens
+    if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
+        raise BadRequestError(f"min_tokens ({request.min_tokens}) is more than the token limit ({limit})", "min_tokens")
+
+
+def _check_prompt(request: CompletionRequest) -> None:
+    prompt = request.prompt
+    if not prompt:
+        raise BadRequestError("prompt is empty", "prompt")
+    if isinstance(prompt, str):
+        return
+    if len({type(item) for item in prompt}) > 1:
+        raise BadRequestError("prompt mixes texts and token ids", "prompt", "invalid_type")
+    if isinstance(prompt[0], int):
+        return
+    if len(prompt) > MAX_CHOICES:
+        raise BadRequestError(f"more than {MAX_CHOICES} prompts in one request", "prompt")
+    for index, item in enumerate(prompt):
+        if not item:
+            raise BadRequestError(f"prompt[{index}] is empty", f"prompt[{index}]")
+
+
+def _check_message(message: ChatMessage, path: str) -> None:
+    _refuse(message, _REFUSED_MESSAGE, path)
+    if message.content is None:
+        raise BadRequestError(f"missing parameter: {path}.content", f"{path}.content", "missing_required_parameter")
+    for part_path, kind, text in _parts(message, path):
+        if kind != "text":
+            raise BadRequestError(f"{part_path}: content of type {_short(kind)!r} is not supported", part_path)
+        if text is None:
+            raise BadRequestError(
+                f"missing parameter: {part_path}.text", f"{part_path}.text", "missing_required_parameter"
+            )
+
+
+def _parts(message: ChatMessage, path: str) -> Iterator[tuple[str, str, str | None]]:
+    if isinstance(message.content, list):
+        for index, part in enumerate(message.content):
+            yield f"{path}.content[{index}]", part.type, part.text
