@@ -32,10 +32,11 @@ LEDGER_ROWS = (
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts: frozen, by keyword, and strict on fields."""
+    """Base of all parts: strict on fields. Each part says frozen and kw_only itself: kw_only is not inherited, and mypy
+    wants both."""
 
 
-class TensorHeader(Record):
+class TensorHeader(Record, frozen=True, kw_only=True):
     """One tensor as its safetensors header states it."""
 
     name: str
@@ -46,7 +47,7 @@ class TensorHeader(Record):
     nbytes: int
 
 
-class ModelIdentity(Record):
+class ModelIdentity(Record, frozen=True, kw_only=True):
     """What makes a checkpoint the same checkpoint, wherever it lies.
 
     Attributes:
@@ -69,7 +70,7 @@ class ModelIdentity(Record):
     vocab_size: int
 
 
-class Fingerprint(Record):
+class Fingerprint(Record, frozen=True, kw_only=True):
     """The machine and the libraries. `drift` grades each field.
 
     Attributes:
@@ -98,7 +99,7 @@ class Fingerprint(Record):
     clocks_mhz: int
 
 
-class Limits(Record):
+class Limits(Record, frozen=True, kw_only=True):
     """What a deployment may ask for. `chunk` bounds the tokens of any one step; `max_len` prompt plus output."""
 
     max_batch: int
@@ -108,7 +109,7 @@ class Limits(Record):
     memory_bytes: int
 
 
-class Timing(Record):
+class Timing(Record, frozen=True, kw_only=True):
     """Microseconds of one thing, measured `runs` times. `spread_us` is the distance between the quartiles."""
 
     median_us: float
@@ -116,7 +117,7 @@ class Timing(Record):
     runs: int
 
 
-class Bucket(Record):
+class Bucket(Record, frozen=True, kw_only=True):
     """One captured size. `eager` is the same padded shape run eagerly. `interpolated`: not measured but read off its
     neighbours."""
 
@@ -131,14 +132,14 @@ class Bucket(Record):
     interpolated: bool = False
 
 
-class Rejection(Record):
+class Rejection(Record, frozen=True, kw_only=True):
     """A backend that was not chosen, and the reason with its figures."""
 
     backend: BackendName
     reason: str
 
 
-class Choice(Record):
+class Choice(Record, frozen=True, kw_only=True):
     """Why something is as it is: measured here, forced by a rule, or locked by the user; in one sentence."""
 
     field: str
@@ -147,7 +148,7 @@ class Choice(Record):
     reason: str
 
 
-class PhasePlan(Record):
+class PhasePlan(Record, frozen=True, kw_only=True):
     """How one phase runs.
 
     Attributes:
@@ -168,7 +169,7 @@ class PhasePlan(Record):
     rejected: tuple[Rejection, ...] = ()
 
 
-class LedgerRow(Record):
+class LedgerRow(Record, frozen=True, kw_only=True):
     """Device bytes planned for one purpose, and how the figure came about."""
 
     name: str
@@ -176,7 +177,7 @@ class LedgerRow(Record):
     basis: str
 
 
-class Workload(Record):
+class Workload(Record, frozen=True, kw_only=True):
     """The traffic the ladders were solved for.
 
     Attributes:
@@ -192,7 +193,7 @@ class Workload(Record):
     prefill_steps: tuple[tuple[int, int], ...] = ()
 
 
-class Regret(Record):
+class Regret(Record, frozen=True, kw_only=True):
     """Expected step time of a ladder over that of a ladder with every size, minus 1."""
 
     phase: PhaseName
@@ -203,7 +204,7 @@ class Regret(Record):
     padding_ms: float
 
 
-class Receipt(Record):
+class Receipt(Record, frozen=True, kw_only=True):
     """Replay of one key against eager at the same padded shape, padding poisoned."""
 
     key: str
@@ -212,7 +213,7 @@ class Receipt(Record):
     bitwise: bool
 
 
-class Plan(Record):
+class Plan(Record, frozen=True, kw_only=True):
     """Decisions and evidence of one deployment. Field by field in GPLAN.md."""
 
     model: ModelIdentity
