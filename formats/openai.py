@@ -8,7 +8,7 @@ Every documented request field is named, so that nothing is silently dropped. A 
   (`Refused`; the neutral values are in `openai_rules`).
 
 A field that is not named at all is refused as unknown. Limits here are those of the API; what depends on the model or
-the plan (lengths, token ids) is for the server to check. `openai_rules` reads a body: `decode_completion`, `decode_chat`.
+the plan (lengths, token ids) is for the server to check. `openai_rules` reads the bodies.
 """
 
 from __future__ import annotations
