@@ -115,7 +115,7 @@ def make_phase(
 
 def make_ledger(memory_bytes: int, kv_bytes: int, **planned: int) -> tuple[LedgerRow, ...]:
     """Rows that add up to `memory_bytes`: those not named get a small figure, headroom what remains."""
-    rows = {name: 2 * MIB for name in LEDGER_ROWS} | {"non_torch": 0, "kv_pool": kv_bytes} | planned
+    rows = dict.fromkeys(LEDGER_ROWS, 2 * MIB) | {"non_torch": 0, "kv_pool": kv_bytes} | planned
     rows["headroom"] = memory_bytes - sum(nbytes for name, nbytes in rows.items() if name != "headroom")
     return tuple(LedgerRow(name=name, planned_bytes=rows[name], basis="computed") for name in LEDGER_ROWS)
 
