@@ -30,6 +30,15 @@ def read_fingerprint(device: torch.device | str, kernels: str) -> Fingerprint:
     return _cuda_fingerprint(device, kernels) if device.type == "cuda" else _cpu_fingerprint(kernels)
 
 
+def device_memory(device: torch.device | str) -> tuple[int, int]:
+    """(total, free) bytes of the device, as everything on the machine leaves it now."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return host_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free
+
+
 def host_memory() -> tuple[int, int]:
     """Bytes of host memory that this process may use, and of these the bytes now free: of the machine, or of the
     control group where that is less."""
@@ -59,7 +68,7 @@ def _cpu_fingerprint(kernels: str) -> Fingerprint:
 
 def _cuda_fingerprint(device: torch.device, kernels: str) -> Fingerprint:
     properties = torch.cuda.get_device_properties(device)
-    free, total = torch.cuda.mem_get_info(device)
+    total, free = device_memory(device)
     return _fingerprint(
         kernels,
         device="cuda",
