@@ -1,0 +1,301 @@
+"""Which requests run in the next step: continuous batching with chunked prefill over pages. No torch, no clock.
+
+Owns the waiting queue, request rows, pages and every `Request` handed to it. Does not own the KV pool's bytes, the
+choice of a captured graph, or tokens' values.
+
+Policy, in this order at every step:
+
+1. Every request past its prompt decodes one token. Nothing is ever put before a decode.
+2. What is left of `limits.chunk` tokens goes to prompts, strictly first come, first served: a prompt gets a token only
+   when all before it are finished in this step. So the running requests are always some that decode and then, younger
+   than all of them, some that prefill.
+3. A waiting request is admitted, in order of arrival, when a row is free and the pages of all its tokens are, beside
+   one page for each running request, itself included, that has yet to grow. It then holds those pages from its first
+   chunk on, so that prompts under way never compete for pages.
+
+When a decode finds no free page, the youngest running request gives all of its pages back, waits at the head of the
+queue, and later computes its tokens again (preemption by recomputation). The oldest request never yields and any
+request fits the pool alone, so every request finishes.
+
+Steps may be scheduled before the results of earlier ones are read (`update` lags behind `schedule`). Lengths advance
+when a step is scheduled; a request whose last token is under way is not scheduled again, and gives its row and pages
+back at the next `schedule`. Rows and pages may change hands while an older step that uses them is still running,
+because steps run on the device in the order in which they were scheduled: whatever the old owner's step reads and
+writes there is done before the new owner's begins, and the new owner reads no token or location that it did not write.
+
+The rule of decoding first, and yielding by the youngest, is that of vLLM's scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from formats.plan import Limits
+from gplan.core import DUMMY_ROW, Batch, Chunk, FinishReason, Phase, Request
+from gplan.errors import FitError, GplanError
+from gplan.scheduling.pages import PageAccount
+
+
+class _Entry:
+    """What the scheduler knows of a request beside the request itself.
+
+    Attributes:
+        end: the request's length when it has all its tokens.
+        pages: `request.pages` as a tuple, shared by the chunks of all steps until a page is added.
+        capacity: tokens that these pages hold.
+    """
+
+    __slots__ = ("capacity", "end", "pages", "request")
+
+    def __init__(self, request: Request, end: int) -> None:
+        self.request = request
+        self.end = end
+        self.pages: tuple[int, ...] = ()
+        self.capacity = 0
+
+
+class Scheduler:
+    """Continuous batching over `num_pages` pages.
+
+    A batch that `schedule` returned must be launched before any other call: a launch reads its requests' rows.
+
+    Args:
+        limits: `chunk` bounds the tokens of a step, `max_batch` its requests, `max_len` prompt and output of one.
+        num_pages: pages of the KV pool, the dummy page included.
+
+    Raises:
+        FitError: the pages do not hold one request of `max_len`.
+        GplanError: `chunk` is below `max_batch`, so that a step could not decode every request.
+    """
+
+    def __init__(self, limits: Limits, num_pages: int) -> None:
+        self.limits = limits
+        self._pages = PageAccount(num_pages)
+        _check_limits(limits, self._pages.capacity)
+        self._rows = list(range(limits.max_batch, DUMMY_ROW, -1))
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: deque[_Entry] = deque()
+        self._prefilling: list[_Entry] = []
+        self._decoding: list[_Entry] = []
+        self._complete: list[_Entry] = []
+        """Whose last token is under way; they still hold their rows and pages."""
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished, those that only await a result included."""
+        return bool(self._entries)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling) + len(self._complete)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._pages.num_free
+
+    def add(self, request: Request) -> None:
+        """Queues a request. The caller has checked that its prompt is not empty and leaves room for one token."""
+        assert request.id not in self._entries, f"request {request.id} is being served already"
+        assert 1 <= request.prompt_len == len(request.tokens) < self.limits.max_len, request.prompt_len
+        assert request.params.max_tokens >= 1
+        assert request.finish_reason is None
+        end = min(request.prompt_len + request.params.max_tokens, self.limits.max_len)
+        entry = self._entries[request.id] = _Entry(request, end)
+        self._waiting.append(entry)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request now; its pages and row are free at once. One that is unknown or finished is left alone."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._finish(entry, FinishReason.ABORT)
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when nothing can run before a result is read or a request arrives."""
+        for entry in self._complete:
+            self._release(entry)
+        self._complete.clear()
+        preempted = self._make_room_for_decodes()
+        decodes = self._decoding
+        prefills = self._fill(self.limits.chunk - len(decodes), admit=not preempted)
+        if not decodes and not prefills:
+            return None
+        decoded = [self._advance(entry, 1) for entry in decodes]
+        prefilled = [self._advance(entry, length) for entry, length in prefills]
+        self._file(num_prompts_done=sum(chunk.samples for chunk in prefilled))
+        return Batch(Phase.PREFILL if prefills else Phase.DECODE, (*decoded, *prefilled))
+
+    def update(self, batch: Batch, tokens: Sequence[int]) -> list[Request]:
+        """Takes a step's results in. Steps come back in the order in which they were scheduled.
+
+        Args:
+            tokens: one per chunk that samples, in the order of the batch. Tokens of requests that finished meanwhile
+                are dropped; a stop token ends its request and is not appended.
+
+        Returns:
+            The requests that finished in this step, in the order of the batch.
+        """
+        finished = []
+        sampled = [chunk for chunk in batch.chunks if chunk.samples]
+        for chunk, token in zip(sampled, tokens, strict=True):
+            request = chunk.request
+            if request.finish_reason is not None:
+                continue
+            assert len(request.tokens) == chunk.end, "results came back out of order"
+            reason = self._take(request, token)
+            if reason is not None:
+                self._finish(self._entries[request.id], reason)
+                finished.append(request)
+        return finished
+
+    def check(self) -> None:
+        """Pages and rows add up: none lost, none shared, none of the dummies given out. Looks at all: for tests."""
+        self._pages.check()
+        holders = [*self._decoding, *self._prefilling, *self._complete]
+        pages = [page for entry in holders for page in entry.pages]
+        assert len(pages) == len(set(pages)) == self._pages.num_held, "a page is shared or lost"
+        rows = [entry.request.row for entry in holders]
+        assert sorted(rows + self._rows) == list(range(1, self.limits.max_batch + 1)), "a row is shared or lost"
+        for entry in holders:
+            assert list(entry.pages) == entry.request.pages
+            assert entry.capacity == len(entry.pages) * self.limits.page_size >= entry.request.cached_len
+        for entry in self._waiting:
+            assert (entry.pages, entry.request.row, entry.request.cached_len) == ((), DUMMY_ROW, 0)
+
+    # Pages and rows ---------------------------------------------------------------------------------------------
+
+    def _make_room_for_decodes(self) -> bool:
+        """Gives each decode the page it needs; the youngest yield while there are too few. True if any did."""
+        short = [entry for entry in self._decoding if entry.request.cached_len == entry.capacity]
+        before = self.num_preemptions
+        while len(short) > self._pages.num_free:
+            youngest = self._preempt_youngest()
+            if short[-1] is youngest:
+                short.pop()
+        for entry in short:
+            self._grow(entry, 1)
+        return self.num_preemptions > before
+
+    def _preempt_youngest(self) -> _Entry:
+        entry = (self._prefilling or self._decoding).pop()
+        self._release(entry)
+        entry.request.cached_len = 0
+        entry.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.appendleft(entry)
+        return entry
+
+    def _grow(self, entry: _Entry, count: int) -> None:
+        entry.request.pages += self._pages.take(count)
+        entry.pages = tuple(entry.request.pages)
+        entry.capacity = len(entry.pages) * self.limits.page_size
+
+    def _release(self, entry: _Entry) -> None:
+        request = entry.request
+        self._pages.give_back(entry.pages)
+        self._rows.append(request.row)
+        request.row = DUMMY_ROW
+        request.pages.clear()
+        entry.pages, entry.capacity = (), 0
+
+    def _pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.page_size)
+
+    # Prompts ----------------------------------------------------------------------------------------------------
+
+    def _fill(self, budget: int, *, admit: bool) -> list[tuple[_Entry, int]]:
+        """Shares `budget` tokens out among prompts: (entry, tokens) in order of arrival."""
+        parts = []
+        for entry in self._prefilling:
+            if budget == 0:
+                break
+            length = min(budget, entry.request.num_tokens - entry.request.cached_len)
+            parts.append((entry, length))
+            budget -= length
+        while budget > 0 and admit and self._can_admit():
+            entry = self._admit()
+            length = min(budget, entry.request.num_tokens)
+            parts.append((entry, length))
+            budget -= length
+        return parts
+
+    def _can_admit(self) -> bool:
+        if not self._waiting or not self._rows:
+            return False
+        entry = self._waiting[0]
+        if entry.request.num_pending:
+            return False
+        needed = self._pages_of(entry.request.num_tokens)
+        growing = int(needed * self.limits.page_size < entry.end - 1)
+        growing += sum(other.capacity < other.end - 1 for other in self._decoding)
+        growing += sum(other.capacity < other.end - 1 for other in self._prefilling)
+        return needed + growing <= self._pages.num_free
+
+    def _admit(self) -> _Entry:
+        entry = self._waiting.popleft()
+        entry.request.row = self._rows.pop()
+        self._grow(entry, self._pages_of(entry.request.num_tokens))
+        self._prefilling.append(entry)
+        return entry
+
+    # Steps and results ------------------------------------------------------------------------------------------
+
+    def _advance(self, entry: _Entry, length: int) -> Chunk:
+        """Moves a request's lengths past a chunk, as if the step were done."""
+        request = entry.request
+        start = request.cached_len
+        end = request.cached_len = start + length
+        samples = end == len(request.tokens) + request.num_pending
+        if samples:
+            request.num_pending += 1
+            pages = entry.pages
+        else:
+            pages = entry.pages[: self._pages_of(end)]
+        return Chunk(request, start, length, pages, samples)
+
+    def _file(self, *, num_prompts_done: int) -> None:
+        """Files the requests of a step under what comes next for each: its prompt, a decode, or nothing more."""
+        sampled = self._decoding + self._prefilling[:num_prompts_done]
+        del self._prefilling[:num_prompts_done]
+        self._complete = [entry for entry in sampled if entry.request.cached_len + 1 == entry.end]
+        if self._complete:
+            sampled = [entry for entry in sampled if entry.request.cached_len + 1 < entry.end]
+        self._decoding = sampled
+
+    def _take(self, request: Request, token: int) -> FinishReason | None:
+        request.num_pending -= 1
+        if token in request.params.stop_token_ids:
+            return FinishReason.STOP
+        request.tokens.append(token)
+        return FinishReason.LENGTH if len(request.tokens) == self._entries[request.id].end else None
+
+    def _finish(self, entry: _Entry, reason: FinishReason) -> None:
+        """Ends a request wherever it is. Tokens of it that are still under way will be dropped."""
+        for queue in (self._complete, self._decoding, self._prefilling, self._waiting):
+            if entry in queue:
+                queue.remove(entry)
+                break
+        if entry.request.is_running:
+            self._release(entry)
+        entry.request.num_pending = 0
+        entry.request.finish_reason = reason
+        del self._entries[entry.request.id]
+
+
+def _check_limits(limits: Limits, capacity: int) -> None:
+    needed = -(-limits.max_len // limits.page_size)
+    if capacity < needed:
+        raise FitError(
+            f"kv_pool: {capacity} pages of {limits.page_size} tokens do not hold a request of {limits.max_len} tokens",
+            f"Give the KV pool at least {needed} pages beside the dummy page, or lower the maximum length.",
+        )
+    if limits.chunk < limits.max_batch:
+        raise GplanError(
+            f"a chunk of {limits.chunk} tokens is below the maximum batch of {limits.max_batch} requests",
+            "Raise --chunk to at least --max-batch.",
+        )
