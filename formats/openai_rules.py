@@ -5,13 +5,13 @@ Every refusal is a `BadRequestError` that names the parameter; nothing here know
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from formats.errors import BadRequestError
+from formats.explain import explain, shorten
 from formats.openai import (
     MAX_CHOICES,
     ChatCompletionRequest,
@@ -53,8 +53,6 @@ RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
-_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
-_FIELD = re.compile(r"^Object (contains unknown|missing required) field `(.*?)`", re.DOTALL)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -107,29 +105,20 @@ def _decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _name(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
 
 
-def _explain(text: str) -> BadRequestError:
-    """Turns msgspec's sentence into one that names the parameter."""
-    at = _AT.search(text)
-    parent = at[1] if at else ""
-    text = _AT.sub("", text)
-    field = _FIELD.match(text)
-    if field is None:
-        return BadRequestError(f"{parent or 'body'}: {text[0].lower()}{text[1:]}", parent, "invalid_type")
-    path = f"{parent}.{field[2]}" if parent else field[2]
-    if field[1] == "contains unknown":
-        return BadRequestError(f"unknown parameter: {_short(path)}", _short(path), "unknown_parameter")
-    return BadRequestError(f"missing parameter: {path}", path, "missing_required_parameter")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}..."
+def _name(error: msgspec.ValidationError) -> BadRequestError:
+    found = explain(error)
+    if found.kind == "unknown":
+        return BadRequestError(f"unknown parameter: {found.path}", found.path, "unknown_parameter")
+    if found.kind == "missing":
+        return BadRequestError(f"missing parameter: {found.path}", found.path, "missing_required_parameter")
+    return BadRequestError(f"{found.path or 'body'}: {found.problem}", found.path, "invalid_type")
 
 
 def _refuse(value: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]], parent: str) -> None:
@@ -173,7 +162,7 @@ def _check_message(message: ChatMessage, path: str) -> None:
         raise BadRequestError(f"missing parameter: {path}.content", f"{path}.content", "missing_required_parameter")
     for part_path, kind, text in _parts(message, path):
         if kind != "text":
-            raise BadRequestError(f"{part_path}: content of type {_short(kind)!r} is not supported", part_path)
+            raise BadRequestError(f"{part_path}: content of type {shorten(kind)!r} is not supported", part_path)
         if text is None:
             raise BadRequestError(
                 f"missing parameter: {part_path}.text", f"{part_path}.text", "missing_required_parameter"

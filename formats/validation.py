@@ -1,0 +1,307 @@
+"""What the fields of a plan must say together. Types are checked before, by msgspec; machines are `drift`'s matter.
+
+One sentence per inconsistency, naming the field. GPLAN.md lists the same rules.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from formats.errors import InconsistentError
+from formats.plan import LEDGER_ROWS, Bucket, PhasePlan, Plan, bucket_key
+
+_HINT = "Make the plan again: gplan plan CHECKPOINT -o FILE"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ABSOLUTE = re.compile(r"/|~[^/ ]*/|\\\\|file:|[A-Za-z]:[\\/]")
+_LARGEST = 2**63 - 1
+
+_MAY_BE_NEGATIVE = frozenset({"regret"})
+_AT_LEAST_ONE = (
+    "model.num_parameters",
+    "model.num_layers",
+    "model.vocab_size",
+    "fingerprint.device_count",
+    "fingerprint.tp_size",
+    "limits.max_batch",
+    "limits.max_len",
+    "limits.chunk",
+    "limits.page_size",
+    "limits.memory_bytes",
+    "kv_bytes_per_page",
+)
+_NOT_EMPTY = (
+    "model.source",
+    "model.architecture",
+    "model.dtype",
+    "fingerprint.device_name",
+    "fingerprint.torch",
+    "dtype",
+)
+
+Problem = tuple[str, str]
+"""Path of the field, and what is wrong with it."""
+
+
+def validate(plan: Plan) -> None:
+    """Raises InconsistentError for the first inconsistency of the plan, if there is one."""
+    for path, problem in problems(plan):
+        raise InconsistentError(f"{path}: {problem}", _HINT, path)
+
+
+def problems(plan: Plan) -> Iterator[Problem]:
+    """Every inconsistency of the plan. Later ones may follow from earlier ones."""
+    if not _are_plain(plan):
+        yield from _values(plan, "")
+    yield from _identity(plan)
+    yield from _limits(plan)
+    yield from _phase(plan.decode, "decode", plan.limits.max_batch, "limits.max_batch", plan)
+    yield from _phase(plan.prefill, "prefill", plan.limits.chunk, "limits.chunk", plan)
+    yield from _ledger(plan)
+    yield from _choices(plan)
+    yield from _workload(plan)
+    yield from _evidence(plan)
+
+
+def _are_plain(value: Any) -> bool:
+    """Whether `_values` would find nothing: the same rules without paths, for large plans."""
+    if isinstance(value, tuple):
+        return all(map(_are_plain, value))
+    if isinstance(value, msgspec.Struct):
+        return all(_are_plain(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, str):
+        return _ABSOLUTE.match(value) is None
+    return value is None or 0 <= value <= _LARGEST
+
+
+def _values(value: Any, path: str) -> Iterator[Problem]:
+    """What holds for every number and text wherever it stands."""
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _values(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _values(item, f"{path}[{index}]")
+    elif isinstance(value, str):
+        if _ABSOLUTE.match(value):
+            yield path, "is an absolute path; a plan holds none"
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield from _number(value, path)
+
+
+def _number(value: float, path: str) -> Iterator[Problem]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, f"{value} is not a finite number"
+    elif value < 0 and path.rpartition(".")[2] not in _MAY_BE_NEGATIVE:
+        yield path, f"{value} is negative"
+    elif isinstance(value, int) and value > _LARGEST:
+        yield path, "is larger than 64 bits hold"
+
+
+def _identity(plan: Plan) -> Iterator[Problem]:
+    for path in _AT_LEAST_ONE:
+        if _value_at(plan, path) == 0:
+            yield path, "is 0; it is at least 1"
+    for path in _NOT_EMPTY:
+        if not _value_at(plan, path):
+            yield path, "is empty"
+    for path in ("model.config_digest", "model.headers_digest", "model.content_digest", "workload.digest"):
+        digest = _value_at(plan, path)
+        may_be_empty = path in ("model.content_digest", "workload.digest")
+        if not _SHA256.fullmatch(digest) and not (may_be_empty and not digest):
+            yield path, "is not a sha256 in lower-case hexadecimal"
+    machine = plan.fingerprint
+    if machine.tp_size > machine.device_count:
+        yield "fingerprint.tp_size", f"{machine.tp_size} is more than the {machine.device_count} devices"
+    if machine.free_memory > machine.device_memory:
+        yield "fingerprint.free_memory", "is more than device_memory"
+    if plan.kernels == "flashinfer" and machine.device != "cuda":
+        yield "kernels", f"flashinfer does not run on {machine.device}"
+    if (plan.kernels == "flashinfer") != bool(machine.kernels_version):
+        yield "fingerprint.kernels_version", f"{machine.kernels_version!r} does not go with {plan.kernels} kernels"
+
+
+def _limits(plan: Plan) -> Iterator[Problem]:
+    limits = plan.limits
+    if limits.chunk < limits.max_batch:
+        yield "limits.chunk", f"{limits.chunk} is less than max_batch {limits.max_batch}; a step holds a token of each"
+    if limits.memory_bytes > plan.fingerprint.device_memory:
+        yield "limits.memory_bytes", f"{limits.memory_bytes} is more than the device has"
+    if limits.page_size < 1:
+        return
+    pages = -(-limits.max_len // limits.page_size)
+    if plan.num_kv_pages - 1 < pages:
+        yield (
+            "num_kv_pages",
+            f"{plan.num_kv_pages} pages, one of them the dummy, do not hold one request of max_len {limits.max_len} "
+            f"({pages} pages of {limits.page_size})",
+        )
+
+
+def _phase(phase: PhasePlan, name: str, maximum: int, maximum_path: str, plan: Plan) -> Iterator[Problem]:
+    if phase.phase != name:
+        yield f"{name}.phase", f"says {phase.phase}"
+    if phase.max_size != maximum:
+        yield f"{name}.max_size", f"{phase.max_size} is not {maximum_path} {maximum}"
+    yield from _ladder(phase, name)
+    yield from _slots(phase, name, plan.limits.max_batch)
+    yield from _eager_sizes(phase, f"{name}.eager_sizes")
+    rejected = [rejection.backend for rejection in phase.rejected]
+    for index, backend in enumerate(rejected):
+        if backend == phase.backend or backend in rejected[:index]:
+            why = "is the chosen backend" if backend == phase.backend else "is rejected twice"
+            yield f"{name}.rejected[{index}].backend", f"{backend} {why}"
+
+
+def _ladder(phase: PhasePlan, name: str) -> Iterator[Problem]:
+    path, ladder = f"{name}.ladder", phase.ladder
+    if phase.backend == "eager":
+        if ladder:
+            yield path, f"has {len(ladder)} buckets, but the phase is eager"
+        return
+    if not ladder:
+        yield path, f"is empty, but the phase is captured with {phase.backend}"
+        return
+    for index, bucket in enumerate(ladder):
+        if not 1 <= bucket.size <= phase.max_size:
+            yield f"{path}[{index}].size", f"{bucket.size} is outside 1 to max_size {phase.max_size}"
+        if bucket.width != 1 and (name == "prefill" or bucket.width == 0):
+            yield f"{path}[{index}].width", f"{bucket.width} tokens per request; prefill has 1, decode at least 1"
+    for index in range(1, len(ladder)):
+        before, after = _order(ladder[index - 1]), _order(ladder[index])
+        if before == after:
+            yield f"{path}[{index}]", f"repeats {bucket_key(phase.phase, ladder[index])}"
+        elif before > after:
+            yield f"{path}[{index}]", "is out of order: a ladder ascends by size, width and variant"
+    if max(bucket.size for bucket in ladder) != phase.max_size:
+        yield path, f"lacks its maximum {phase.max_size}"
+
+
+def _order(bucket: Bucket) -> tuple[int, int, str]:
+    return bucket.size, bucket.width, bucket.variant
+
+
+def _slots(phase: PhasePlan, name: str, max_batch: int) -> Iterator[Problem]:
+    wanted = name == "prefill" and phase.backend == "full"
+    if wanted and not 1 <= phase.request_slots <= max_batch:
+        yield f"{name}.request_slots", f"{phase.request_slots} is outside 1 to max_batch {max_batch}"
+    if not wanted and phase.request_slots:
+        yield f"{name}.request_slots", "is set, but only prefill captured with full has request slots"
+
+
+def _eager_sizes(phase: PhasePlan, path: str) -> Iterator[Problem]:
+    if phase.backend == "eager" and phase.eager_sizes:
+        yield path, "is set, but the phase is eager throughout"
+    end = -1
+    for index, (first, last) in enumerate(phase.eager_sizes):
+        if not 1 <= first <= last <= phase.max_size:
+            yield f"{path}[{index}]", f"{first} to {last} is not a range within 1 to max_size {phase.max_size}"
+        elif first <= end + 1:
+            yield f"{path}[{index}]", "touches the range before it, or is out of order"
+        end = last
+
+
+def _ledger(plan: Plan) -> Iterator[Problem]:
+    names = [row.name for row in plan.ledger]
+    for index, name in enumerate(names):
+        if name not in LEDGER_ROWS:
+            yield f"ledger[{index}].name", f"unknown row {name!r}"
+        elif name in names[:index]:
+            yield f"ledger[{index}].name", f"row {name} is there twice"
+    for name in LEDGER_ROWS:
+        if name not in names:
+            yield "ledger", f"row {name} is missing"
+    if set(names) != set(LEDGER_ROWS) or len(names) != len(LEDGER_ROWS):
+        return
+    if tuple(names) != LEDGER_ROWS:
+        yield "ledger", f"rows are out of order; the order is {', '.join(LEDGER_ROWS)}"
+    planned = {row.name: (f"ledger[{index}].planned_bytes", row.planned_bytes) for index, row in enumerate(plan.ledger)}
+    path, nbytes = planned["kv_pool"]
+    if nbytes != plan.num_kv_pages * plan.kv_bytes_per_page:
+        yield path, f"kv_pool is {nbytes}, not {plan.num_kv_pages} pages of {plan.kv_bytes_per_page} bytes"
+    for phase in (plan.decode, plan.prefill):
+        path, nbytes = planned[f"graph_pool_{phase.phase}"]
+        if phase.backend == "eager" and nbytes:
+            yield path, f"{nbytes} bytes for graphs of {phase.phase}, which is eager"
+    total = sum(nbytes for _, nbytes in planned.values())
+    if total != plan.limits.memory_bytes:
+        yield "ledger", f"rows add up to {total}, not to limits.memory_bytes {plan.limits.memory_bytes}"
+
+
+def _choices(plan: Plan) -> Iterator[Problem]:
+    fields = [choice.field for choice in plan.choices]
+    for index, choice in enumerate(plan.choices):
+        path = f"choices[{index}]"
+        value = _value_at(plan, choice.field)
+        if value is None and not _is_field(choice.field):
+            yield f"{path}.field", f"the plan has no field {choice.field!r}"
+        elif choice.field in fields[:index]:
+            yield f"{path}.field", f"{choice.field} is chosen twice"
+        elif isinstance(value, str) and value != choice.value:
+            yield f"{path}.value", f"says {choice.value!r}, but {choice.field} is {value!r}"
+
+
+def _workload(plan: Plan) -> Iterator[Problem]:
+    workload = plan.workload
+    if workload.digest and not workload.num_requests:
+        yield "workload.num_requests", "is 0, but a trace was simulated"
+    yield from _steps(workload.decode_steps, "workload.decode_steps", plan.limits.max_batch)
+    yield from _steps(workload.prefill_steps, "workload.prefill_steps", plan.limits.chunk)
+
+
+def _steps(steps: Sequence[tuple[int, int]], path: str, maximum: int) -> Iterator[Problem]:
+    previous = 0
+    for index, (size, _) in enumerate(steps):
+        if not 1 <= size <= maximum:
+            yield f"{path}[{index}]", f"size {size} is outside 1 to {maximum}"
+        elif size <= previous:
+            yield f"{path}[{index}]", f"size {size} does not follow {previous}: sizes ascend"
+        previous = size
+
+
+def _evidence(plan: Plan) -> Iterator[Problem]:
+    keys = {bucket_key(phase.phase, bucket) for phase in (plan.decode, plan.prefill) for bucket in phase.ladder}
+    seen: set[str] = set()
+    for index, receipt in enumerate(plan.receipts):
+        path = f"receipts[{index}]"
+        if receipt.key not in keys:
+            yield f"{path}.key", f"{receipt.key!r} is on no ladder"
+        elif receipt.key in seen:
+            yield f"{path}.key", f"{receipt.key} has two receipts"
+        if receipt.bitwise and receipt.max_abs_diff:
+            yield f"{path}.bitwise", f"is true, but max_abs_diff is {receipt.max_abs_diff}"
+        if not receipt.cases:
+            yield f"{path}.cases", "is 0; a receipt is of at least one case"
+        seen.add(receipt.key)
+    for index, regret in enumerate(plan.regrets):
+        if regret.regret <= -1:
+            yield f"regrets[{index}].regret", f"{regret.regret} is -1 or less: no time can be saved beyond all of it"
+
+
+def _is_field(path: str) -> bool:
+    """Whether `path` (`decode.backend`) names a field of the plan, down to any depth of its parts."""
+    part: Any = Plan
+    for name in path.split("."):
+        fields = {field.name: field.type for field in msgspec.structs.fields(part)} if _is_struct(part) else {}
+        if name not in fields:
+            return False
+        part = fields[name]
+    return True
+
+
+def _is_struct(part: Any) -> bool:
+    return isinstance(part, type) and issubclass(part, msgspec.Struct)
+
+
+def _value_at(plan: Plan, path: str) -> Any:
+    """The value of a field by its path, None where there is no such field."""
+    value: Any = plan
+    for name in path.split("."):
+        if not isinstance(value, msgspec.Struct) or name not in value.__struct_fields__:
+            return None
+        value = getattr(value, name)
+    return value
