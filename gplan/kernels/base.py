@@ -176,13 +176,15 @@ class Kernels(ABC):
         """Composite: `linear(rms_norm(x))`."""
         return self.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
 
-    def norm_gate_up(self, x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
-        """Composite: `silu_mul(linear(rms_norm(x)))` with gate_up_weight [2 * m, k], gate first -> [n, m]."""
-        return self.silu_mul(self.linear(self.rms_norm(x, norm_weight, eps), gate_up_weight))
+    def norm_gate_up(
+        self, x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Composite: `silu_mul(norm_linear(x))` with gate_up_weight [2 * m, k] and bias [2 * m], gate first -> [n, m]."""
+        return self.silu_mul(self.norm_linear(x, norm_weight, eps, gate_up_weight, bias))
 
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
         """Composite: `residual += linear(x)` in place; residual [n, m]."""
-        residual.add_(self.linear(x, weight))
+        residual.add_(self.linear(x, weight, bias))
 
     def rope_append(
         self,
@@ -199,7 +201,8 @@ class Kernels(ABC):
         leaves q in `q_out` [n, qo_heads, d]."""
         n, d = qkv.shape[0], self.shape.head_dim
         heads = qkv.view(n, -1, d)
-        q, k, v = heads.split([self.shape.num_qo_heads, self.shape.num_kv_heads, self.shape.num_kv_heads], dim=1)
+        num_q, num_kv = self.shape.num_qo_heads, self.shape.num_kv_heads
+        q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
         if qk_norm is not None:
             q = self.rms_norm(q, qk_norm.q_weight, qk_norm.eps)
             k = self.rms_norm(k, qk_norm.k_weight, qk_norm.eps)
