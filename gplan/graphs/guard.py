@@ -1,0 +1,158 @@
+"""Checks the invariant of replay: every address that a graph refers to still belongs to the same buffer.
+
+Owns what was true of those buffers when a key was captured. It keeps no buffer alive and repairs nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gplan.core import ShapeKey
+from gplan.errors import GuardError
+
+Getter = Callable[[], Tensor]
+
+
+class AddressGuard:
+    """Snapshots addresses per key, and refuses a replay when one changed.
+
+    Example:
+        >>> guard = AddressGuard()
+        >>> guard.watch("input_ids", lambda: buffers["input_ids"])
+        >>> guard.snapshot(key, backend.tensors(key))
+        >>> guard.check(key)
+    """
+
+    def __init__(self) -> None:
+        self._getters: dict[str, Getter] = {}
+        self._facts: dict[str, _Fact] = {}
+        self._snapshots: dict[ShapeKey, tuple[_Fact, ...]] = {}
+
+    def watch(self, name: str, getter: Getter) -> None:
+        """Adds a buffer to the snapshots taken from now on.
+
+        Args:
+            getter: finds the buffer where its owner keeps it, each time: only so is a rebinding seen. A getter that
+                holds the tensor itself sees moves, but neither rebinding nor freeing.
+        """
+        assert name not in self._getters, f"{name} is watched already"
+        self._getters[name] = getter
+
+    def snapshot(self, key: ShapeKey, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """Notes the addresses of everything watched, and of `tensors`, as what the graph of `key` refers to."""
+        watched = [self._fact_of(name, getter) for name, getter in self._getters.items()]
+        seen = {fact.storage_id for fact in watched}
+        others = []
+        for name, tensor in tensors:
+            fact = _Fact.of(name, tensor, None)
+            if fact.storage_id not in seen:
+                seen.add(fact.storage_id)
+                others.append(fact)
+        self._snapshots[key] = (*watched, *others)
+
+    def check(self, key: ShapeKey) -> None:
+        """Compares with the snapshot of `key`.
+
+        Raises:
+            GuardError: names key, buffer, and what happened to it: moved, resized, freed or rebound.
+        """
+        for fact in self._snapshots[key]:
+            if not fact.holds():
+                raise GuardError(
+                    f"{key}: {fact.name} was {fact.change()} since capture",
+                    "A captured graph reads and writes fixed addresses: fill buffers in place and keep them.",
+                )
+
+    def check_all(self) -> None:
+        """Checks every key that has a snapshot."""
+        for key in self._snapshots:
+            self.check(key)
+
+    def _fact_of(self, name: str, getter: Getter) -> _Fact:
+        """The fact of the last snapshot where it still holds: keys share most of what they refer to."""
+        fact = self._facts.get(name)
+        if fact is None or not fact.holds():
+            fact = self._facts[name] = _Fact.of(name, getter(), getter)
+        return fact
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fact:
+    """What was true of one buffer. References are weak; `getter` finds the buffer of that name as it is now."""
+
+    name: str
+    getter: Getter | None
+    tensor: weakref.ref[Tensor]
+    storage: weakref.ref[torch.UntypedStorage]
+    storage_id: int
+    storage_ptr: int
+    storage_nbytes: int
+    data_ptr: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(name: str, tensor: Tensor, getter: Getter | None) -> _Fact:
+        storage = tensor.untyped_storage()
+        return _Fact(
+            name=name,
+            getter=getter,
+            tensor=weakref.ref(tensor),
+            storage=weakref.ref(storage),
+            storage_id=storage._cdata,
+            storage_ptr=storage.data_ptr(),
+            storage_nbytes=storage.nbytes(),
+            data_ptr=tensor.data_ptr(),
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            dtype=tensor.dtype,
+        )
+
+    def holds(self) -> bool:
+        """`change` is None, found out cheaply: of the same tensor at the same address there is little to ask."""
+        now = self._find()
+        if now is None or now is not self.tensor():
+            return self.change() is None
+        return now.data_ptr() == self.data_ptr and now.shape == self.shape and now.stride() == self.stride
+
+    def change(self) -> str | None:
+        """What happened to the buffer, in words; None for nothing."""
+        storage = self.storage()
+        if self.getter is None:
+            return "freed" if storage is None else self._storage_change(storage)
+        now = self._find()
+        if now is None:
+            return "freed"
+        if now.untyped_storage() is not storage:
+            return "rebound" if storage is not None else "rebound and its memory freed"
+        return self._storage_change(storage) or self._layout_change(now)
+
+    def _find(self) -> Tensor | None:
+        """The buffer of this name now; None where its owner does not know it any more."""
+        if self.getter is None:
+            return None
+        try:
+            return self.getter()
+        except (ReferenceError, LookupError, AttributeError):
+            return None
+
+    def _storage_change(self, storage: torch.UntypedStorage) -> str | None:
+        if storage.nbytes() != self.storage_nbytes:
+            return f"resized from {self.storage_nbytes} to {storage.nbytes()} bytes"
+        if storage.data_ptr() != self.storage_ptr:
+            return f"moved from {self.storage_ptr:#x} to {storage.data_ptr():#x}"
+        return None
+
+    def _layout_change(self, now: Tensor) -> str | None:
+        if now.data_ptr() != self.data_ptr:
+            return f"moved within its memory by {now.data_ptr() - self.data_ptr} bytes"
+        if (now.shape, now.stride(), now.dtype) != (self.shape, self.stride, self.dtype):
+            expected, got = f"{list(self.shape)} {self.dtype}", f"{list(now.shape)} {now.dtype}"
+            return f"rebound to another shape: expected {expected}, got {got}"
+        return None
