@@ -1,0 +1,57 @@
+"""`gplan diff`: in what two plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from cli.comparison import Comparison, Difference, Value, compare
+from cli.text import columns, section, short
+from cli.views import echo_json
+from formats.container import read_plan
+
+DIFFERENT = 1
+
+
+@click.command()
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+@click.pass_context
+def diff(context: click.Context, a: str, b: str, as_json: bool) -> None:
+    """Compares plans A and B: what they decide, then what was measured, then the machine.
+
+    Times count as different beyond their spread; capture times, and free memory, are not compared. Exit code 0 if
+    nothing differs, 1 if something does.
+
+    \b
+    Examples:
+      gplan diff old.gplan new.gplan
+      gplan diff old.gplan new.gplan --json | jq .decisions
+    """
+    comparison = compare(read_plan(a), read_plan(b))
+    if as_json:
+        echo_json(comparison)
+    else:
+        click.echo(_page(comparison))
+    context.exit(0 if comparison.same else DIFFERENT)
+
+
+def _page(comparison: Comparison) -> str:
+    ids = f"{comparison.a}, both" if comparison.a == comparison.b else f"{comparison.a} -> {comparison.b}"
+    lines = section("plan", [ids])
+    for name in ("decisions", "evidence", "machine"):
+        lines += section(name, _table(getattr(comparison, name)) or ["the same"])
+    return "\n".join(lines)
+
+
+def _table(differences: Sequence[Difference]) -> list[str]:
+    rows = [(entry.field, _text(entry.a), "->", _text(entry.b), entry.note) for entry in differences]
+    return columns(("field", "a", "", "b", ""), rows, left=5) if rows else []
+
+
+def _text(value: Value) -> str:
+    if value is None or value == "":
+        return "none"
+    return short(value) if isinstance(value, float) else str(value)

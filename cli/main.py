@@ -1,0 +1,97 @@
+"""The `gplan` command: what its commands share. Each command is a file of its own; nothing heavy is imported here.
+
+stdout is data, stderr is talk. Exit codes: 0 done, 1 error (or, of `diff`, different), 2 usage, 3 drift, 4 does not
+fit, 5 verification failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from cli.diff import diff
+from cli.failure import Failure
+from cli.show import show
+from formats.errors import FormatError
+from gplan import __version__
+from gplan.errors import GplanError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class Commands(click.Group):
+    """Turns whatever a command raises into an error with a remedy and an exit code; lists commands in working order."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except (GplanError, FormatError) as error:
+            raise Failure.of(error) from error
+        except Exception as error:
+            if os.environ.get("GPLAN_DEBUG") == "1":
+                raise
+            raise Failure.of(error) from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="gplan", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Plans CUDA graphs, buckets and memory for a language model once; serves the plan.
+
+    \b
+      gplan plan CHECKPOINT -o model.gplan     measure this machine, decide, write the plan
+      gplan show model.gplan                   read it
+      gplan serve model.gplan                  serve it: the OpenAI API over HTTP
+
+    Set GPLAN_DEBUG=1 for tracebacks.
+    """
+
+
+for command in (show, diff):
+    cli.add_command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        result = cli.main(args=list(arguments), prog_name="gplan", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return BROKEN_PIPE
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout has gone, as in `gplan show … | head`. If so, nothing more is written there."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A plan as a page for people: what `gplan show` prints. Written from a `PlanView` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cli.drawing import draw_ladder
+from cli.text import columns, count, quantity, section, short
+from cli.views import PlanView
+from formats.plan import Bucket, Fingerprint, PhasePlan, Plan, Timing
+from gplan.units import format_size
+
+
+def plan_page(view: PlanView, why: bool = False) -> str:
+    """The page. `why` adds the reason of every value, with what it rests on."""
+    plan = view.plan
+    lines = [
+        *section("plan", [view.plan_id]),
+        *section("model", _model(plan)),
+        *section("machine", _machine(plan.fingerprint)),
+        *section("limits", _limits(plan)),
+        "",
+        *section("decode", _phase(plan, plan.decode, "requests")),
+        "",
+        *section("prefill", _phase(plan, plan.prefill, "tokens")),
+        "",
+        *section("memory", _memory(view)),
+        "",
+        *section("workload", _workload(plan)),
+        *section("regret", _regrets(plan)),
+        *section("receipts", _receipts(plan)),
+    ]
+    if why:
+        lines += ["", *section("why", _choices(plan))]
+    return "\n".join(lines)
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    model = plan.model
+    yield model.source
+    yield (
+        f"{model.architecture}, {quantity(model.num_parameters)} parameters, {count(model.num_layers, 'layer')}, "
+        f"stored as {model.dtype}, run as {plan.dtype} with {plan.kernels} kernels"
+    )
+    hashed = f"contents {model.content_digest[:12]}" if model.content_digest else "contents not hashed"
+    yield f"config {model.config_digest[:12]}, tensor headers {model.headers_digest[:12]}, {hashed}"
+
+
+def _machine(found: Fingerprint) -> Iterator[str]:
+    parts = [found.device, found.capability]
+    if found.device == "cpu":
+        parts.append(count(found.num_threads, "thread"))
+    memory = f"{format_size(found.device_memory)}, of which {format_size(found.free_memory)} free"
+    yield f"{found.device_name} ({', '.join(parts)}), {memory}"
+    named = (
+        ("torch", found.torch),
+        ("CUDA", found.cuda),
+        ("driver", found.driver),
+        ("triton", found.triton),
+        ("flashinfer", found.kernels_version),
+        ("transformers", found.transformers),
+        ("python", found.python),
+    )
+    yield ", ".join([*(f"{name} {version}" for name, version in named if version), found.os])
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    limits = plan.limits
+    yield (
+        f"{count(limits.max_batch, 'request')} at once, {count(limits.max_len, 'token')} each, "
+        f"{count(limits.chunk, 'token')} a step, {format_size(limits.memory_bytes)} of memory"
+    )
+
+
+def _phase(plan: Plan, phase: PhasePlan, unit: str) -> Iterator[str]:
+    reason = next((f": {choice.reason} ({choice.basis})" for choice in plan.choices if _chose(choice.field, phase)), "")
+    yield phase.backend + reason
+    for rejection in phase.rejected:
+        yield f"not {rejection.backend}: {rejection.reason}"
+    if phase.ladder:
+        yield from _ladder(phase, unit)
+        if any(bucket.interpolated for bucket in phase.ladder):
+            yield "~ read off its neighbours, not measured"
+    if phase.request_slots:
+        yield f"{count(phase.request_slots, 'request slot')} in every graph"
+    if phase.padding_cap is not None:
+        yield f"replayed only where padding adds at most {phase.padding_cap:.0%} of the rows"
+    if phase.eager_sizes:
+        yield f"eager although covered: {', '.join(_span(*span) for span in phase.eager_sizes)} {unit}"
+    steps = plan.workload.decode_steps if phase.phase == "decode" else plan.workload.prefill_steps
+    if steps:
+        yield ""
+        yield from _drawing(phase, steps, unit)
+
+
+def _chose(field: str, phase: PhasePlan) -> bool:
+    return field == f"{phase.phase}.backend"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _ladder(phase: PhasePlan, unit: str) -> list[str]:
+    header = (unit, "graph µs", "spread", "eager µs", "spread", "speedup", "segments", "graph", "capture")
+    return columns(header, [_bucket(bucket) for bucket in phase.ladder], left=0)
+
+
+def _bucket(bucket: Bucket) -> tuple[str, ...]:
+    name = (
+        str(bucket.size) + (f"x{bucket.width}" if bucket.width != 1 else "") + (bucket.variant and f":{bucket.variant}")
+    )
+    graph = _timing(bucket.graph) if bucket.graph else ("", "")
+    speedup = f"{bucket.eager.median_us / bucket.graph.median_us:.2f}x" if bucket.graph else ""
+    return (
+        name,
+        *graph,
+        *_timing(bucket.eager),
+        ("~" if bucket.interpolated else "") + speedup,
+        str(bucket.num_segments),
+        format_size(bucket.graph_bytes),
+        f"{short(bucket.capture_ms)} ms",
+    )
+
+
+def _timing(timing: Timing) -> tuple[str, str]:
+    return short(timing.median_us), short(timing.spread_us)
+
+
+def _drawing(phase: PhasePlan, steps: tuple[tuple[int, int], ...], unit: str) -> Iterator[str]:
+    bars, marks, labels = draw_ladder(steps, [bucket.size for bucket in phase.ladder], phase.max_size)
+    yield f"steps    {bars}"
+    if phase.ladder:
+        yield f"buckets  {marks}"
+        yield f"{unit:8} {labels}"
+
+
+def _memory(view: PlanView) -> Iterator[str]:
+    plan, total = view.plan, view.ledger_total
+    rows = [
+        (row.name, format_size(row.planned_bytes), f"{row.planned_bytes / total:.1%}", row.basis) for row in plan.ledger
+    ]
+    table = columns(("row", "planned", "share"), [row[:3] for row in rows])
+    yield table[0]
+    for line, row in zip(table[1:], rows, strict=True):
+        yield f"{line}  {row[3]}"
+    yield f"adds up to {format_size(total)} ({total:,} bytes)"
+    page = (
+        f"{plan.num_kv_pages - 1:,} pages of {plan.limits.page_size} tokens, {format_size(plan.kv_bytes_per_page)} each"
+    )
+    longest = view.kv_tokens // plan.limits.max_len
+    yield f"KV pool: {view.kv_tokens:,} tokens ({page}; and the dummy page), {count(longest, 'request')} at full length"
+
+
+def _workload(plan: Plan) -> Iterator[str]:
+    workload = plan.workload
+    if not workload.num_requests:
+        yield workload.spec
+        return
+    steps = [
+        f"{sum(number for _, number in steps):,} {name} steps"
+        for name, steps in (("decode", workload.decode_steps), ("prefill", workload.prefill_steps))
+    ]
+    digest = f", digest {workload.digest[:12]}" if workload.digest else ""
+    yield f"{workload.spec}: {count(workload.num_requests, 'request')}, {', '.join(steps)}{digest}"
+
+
+def _regrets(plan: Plan) -> list[str]:
+    rows = [
+        (
+            entry.phase,
+            entry.ladder,
+            entry.workload,
+            str(entry.num_buckets),
+            f"{entry.regret:.2%}",
+            f"{short(entry.padding_ms)} ms",
+        )
+        for entry in plan.regrets
+    ]
+    return columns(("phase", "ladder", "workload", "buckets", "regret", "padding"), rows, left=3) if rows else []
+
+
+def _receipts(plan: Plan) -> Iterator[str]:
+    if not plan.receipts:
+        return
+    exact = sum(receipt.bitwise for receipt in plan.receipts)
+    cases = sum(receipt.cases for receipt in plan.receipts)
+    yield f"{exact} of {count(len(plan.receipts), 'key')} equal eager to the bit, over {count(cases, 'case')}"
+    for receipt in plan.receipts:
+        if not receipt.bitwise:
+            yield f"{receipt.key}: differs by at most {receipt.max_abs_diff:.3g}"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    for choice in plan.choices:
+        yield f"{choice.field} = {choice.value} ({choice.basis}): {choice.reason}"

@@ -1,0 +1,36 @@
+"""What a command shows, as one struct: `--json` encodes it, the human view is written from it and from nothing else."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from formats.plan import Plan, plan_id
+
+
+class PlanView(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan and what follows from it.
+
+    Attributes:
+        kv_tokens: tokens that the KV pool holds, the dummy page left out.
+        ledger_total: planned bytes of all rows; equal to `plan.limits.memory_bytes`.
+    """
+
+    plan_id: str
+    kv_tokens: int
+    ledger_total: int
+    plan: Plan
+
+
+def view_plan(plan: Plan) -> PlanView:
+    return PlanView(
+        plan_id=plan_id(plan),
+        kv_tokens=(plan.num_kv_pages - 1) * plan.limits.page_size,
+        ledger_total=sum(row.planned_bytes for row in plan.ledger),
+        plan=plan,
+    )
+
+
+def echo_json(view: msgspec.Struct) -> None:
+    """Writes a view to stdout as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(view), indent=2).decode())
