@@ -179,7 +179,7 @@ class Kernels(ABC):
     def norm_gate_up(
         self, x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Composite: `silu_mul(norm_linear(x))` with gate_up_weight [2 * m, k] and bias [2 * m], gate first -> [n, m]."""
+        """Composite: `silu_mul(norm_linear(x))`: gate_up_weight [2 * m, k], gate first, bias [2 * m] -> [n, m]."""
         return self.silu_mul(self.norm_linear(x, norm_weight, eps, gate_up_weight, bias))
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
