@@ -1,8 +1,10 @@
-"""Capture and replay of forwards: backends by name, imported when asked for."""
+"""Capture and replay of forwards: backends by name and graph devices by machine, imported when asked for."""
 
 from __future__ import annotations
 
 from importlib import import_module
+
+import torch
 
 from gplan.errors import UnsupportedError
 from gplan.graphs.capture.base import CaptureBackend, GraphDevice
@@ -12,6 +14,25 @@ _BACKENDS = {
     "breakable": ("gplan.graphs.capture.breakable", "BreakableBackend"),
     "eager": ("gplan.graphs.capture.eager", "EagerBackend"),
 }
+
+_DEVICES = {
+    "cpu": ("gplan.graphs.capture.tape", "TapeDevice"),
+    "cuda": ("gplan.graphs.capture.device", "CudaGraphDevice"),
+}
+
+
+def make_graph_device(device: torch.device) -> GraphDevice:
+    """What records and replays on a device.
+
+    Raises:
+        UnsupportedError: neither a CPU nor a CUDA device.
+    """
+    if device.type not in _DEVICES:
+        raise UnsupportedError(f"no graphs on a {device.type} device", f"Choose from {', '.join(_DEVICES)}.")
+    module, cls = _DEVICES[device.type]
+    make = getattr(import_module(module), cls)
+    graphs: GraphDevice = make() if device.type == "cpu" else make(device)
+    return graphs
 
 
 def make_backend(name: str, device: GraphDevice) -> CaptureBackend:

@@ -1,0 +1,156 @@
+"""Turns a recorded operator into the cheapest call that does the same: no copy, little parsing of arguments.
+
+`torch.add` and `torch.ops.aten.add.Tensor` reach one kernel; the first takes half as long to get there. A binding is
+used only if it dispatches to the very operator that was recorded, which is found out without running anything; one
+that writes into memory of ours also has to give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gplan.graphs.capture.dispatch import tensors_in
+
+aten = torch.ops.aten
+Call = Callable[[], Any]
+
+_INT_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PLACES = (torch, torch._C._nn, torch._C.TensorBase)
+_ALLOCATION = frozenset(("dtype", "layout", "device", "pin_memory"))
+
+
+def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """A call of `func` with these arguments, given now."""
+    for binding in _bindings(func):
+        if _first_dispatched(binding, args, kwargs) is func:
+            return functools.partial(binding, *args, **kwargs)
+    return functools.partial(func._op, *args, **kwargs)
+
+
+def bind_into(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, targets: list[tuple[Tensor, Tensor]]
+) -> Call:
+    """A call of `func` that leaves the tensors it allocates in memory of ours.
+
+    Args:
+        result: what `func` just returned for these arguments.
+        targets: of each tensor that it allocated, the tensor as it is in `result` and ours, which holds the same values
+            afterwards.
+    """
+    outs = tuple(out for _, out in targets)
+    direct = _bind_out(func, args, kwargs, outs)
+    if direct is not None and _gives(direct, targets):
+        return direct
+    for source, out in targets:
+        out.copy_(source)
+    call = bind(func, args, kwargs)
+    if isinstance(result, Tensor):
+        return functools.partial(_run_and_copy, call, outs[0])
+    positions = [i for i, leaf in enumerate(tensors_in(result)) if any(leaf is source for source, _ in targets)]
+    return functools.partial(_run_and_copy_all, call, tuple(zip(positions, outs, strict=True)))
+
+
+def _run_and_copy(call: Call, out: Tensor) -> None:
+    out.copy_(call())
+
+
+def _run_and_copy_all(call: Call, targets: tuple[tuple[int, Tensor], ...]) -> None:
+    results = list(tensors_in(call()))
+    for position, out in targets:
+        out.copy_(results[position])
+
+
+def _gives(call: Call, targets: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether the call runs, leaves our tensors where and as they are, and the same bits in them."""
+    before = [(out.data_ptr(), out.shape, out.stride()) for _, out in targets]
+    try:
+        call()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    if [(out.data_ptr(), out.shape, out.stride()) for _, out in targets] != before:
+        return False
+    return all(torch.equal(_bits(source), _bits(out)) for source, out in targets)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: equal bits are equal, NaN too."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INT_OF_WIDTH[tensor.itemsize])
+
+
+def _bind_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Tensor, ...]) -> Call | None:
+    """A call that writes what `func` returns into `outs`, or None where the operator has no such form."""
+    if func in (aten.clone.default, aten._to_copy.default):
+        return bind(aten.copy_.default, (outs[0], args[0]), {})
+    variant = _out_variant(func)
+    if variant is None or len(outs) != len(func._schema.returns):
+        return None
+    names = [argument.name for argument in variant._schema.arguments]
+    kept = {name: value for name, value in kwargs.items() if name in names}
+    if len(kept) < len(kwargs) and not set(kwargs) - set(kept) <= _ALLOCATION:
+        return None
+    targets = {"out": outs[0] if len(outs) == 1 else outs}
+    for binding in _bindings(func):
+        reached = _first_dispatched(binding, args, {**kept, **targets})
+        if reached is not None and reached.overloadpacket is func.overloadpacket:
+            return functools.partial(binding, *args, **kept, **targets)
+    out_names = [argument.name for argument in variant._schema.arguments if argument.is_out]
+    return functools.partial(variant._op, *args, **kept, **dict(zip(out_names, outs, strict=True)))
+
+
+@functools.cache
+def _bindings(func: OpOverload) -> tuple[Callable[..., Any], ...]:
+    """Python's own functions and methods of an ATen operator's name."""
+    if func.namespace != "aten":
+        return ()
+    name = func._schema.name.removeprefix("aten::")
+    return tuple(getattr(place, name) for place in _PLACES if callable(getattr(place, name, None)))
+
+
+@functools.cache
+def _out_variant(func: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments and an `out` for every result."""
+    if func._schema.is_mutable:
+        return None
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name not in _ALLOCATION]
+    for name in func.overloadpacket.overloads():
+        variant: OpOverload = getattr(func.overloadpacket, name)
+        arguments = variant._schema.arguments
+        inputs = [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in _ALLOCATION]
+        num_outs = sum(a.is_out and str(a.type) == "Tensor" for a in arguments)
+        if inputs == wanted and num_outs == len(func._schema.returns) > 0:
+            return variant
+    return None
+
+
+class _Seen(Exception):  # noqa: N818
+    def __init__(self, func: OpOverload) -> None:
+        self.func = func
+
+
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops at the first operator that is dispatched."""
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _Seen(func)
+
+
+def _first_dispatched(binding: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:
+    """The operator that a call would reach, without reaching it; None for arguments that are not taken."""
+    try:
+        with _Probe():  # type: ignore[no-untyped-call]
+            binding(*args, **kwargs)
+    except _Seen as seen:
+        return seen.func
+    except (TypeError, RuntimeError):
+        return None
+    return None

@@ -1,0 +1,39 @@
+"""What the dispatch modes of this package share: seeing operators one level below composites, and their tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def decompose(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a composite operator under `mode` again, which then sees what it is made of; NotImplemented for any other.
+
+    Under `no_grad` composites are taken apart before a dispatch mode is asked; under `inference_mode` they are not.
+    """
+    if not _is_composite(func):
+        return NotImplemented
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identifies the memory that a tensor is a view of."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()  # type: ignore[no-untyped-call]
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")

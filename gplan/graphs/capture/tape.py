@@ -1,0 +1,239 @@
+"""The CPU graph device: records operators with their tensors, and replays them into the same memory.
+
+It defines what a graph device means where no GPU is at hand, and keeps on purpose what makes CUDA graphs treacherous:
+one pool whose freed memory is used again by later captures, results in the same memory every time, no host reads, no
+shapes that depend on data, and the addresses of capture time whatever Python objects say later.
+
+What runs inside a custom operator is one call, as a kernel is: it reads its tensors when it is replayed.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from gplan.errors import CaptureError
+from gplan.graphs.capture.arena import POISON, Arena, Block
+from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment
+from gplan.graphs.capture.binding import Call, bind, bind_into
+from gplan.graphs.capture.dispatch import decompose, storage_of, tensors_in
+from gplan.graphs.capture.forbidden import HostAccess, check_recordable
+from gplan.graphs.capture.peak import PeakMeter
+from gplan.graphs.machine import host_memory
+
+aten = torch.ops.aten
+
+_UNINITIALISED = (
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.empty_permuted,
+    aten.new_empty,
+    aten.new_empty_strided,
+)
+
+
+class TapeDevice(GraphDevice):
+    """Records on a CPU.
+
+    Gradients must be off while a segment is recorded (`no_grad` or `inference_mode`), inside a session.
+
+    Args:
+        debug: fill arena memory with NaN when it is freed, at capture and at every replay, so that a read of a dead
+            tensor shows.
+    """
+
+    name = "tape"
+    result_lag = 0
+    warmup_passes = 0
+
+    def __init__(self, *, debug: bool = False) -> None:
+        self._arena = Arena(on_free=self._poison if debug else None)
+        self._recorder: _Recorder | None = None
+        self._modes = ExitStack()
+        self._in_session = False
+        self._closed = False
+        self._resident_before = _resident_nbytes()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Around all captures: what lives now is left out of garbage collection, which is off meanwhile.
+
+        Raises:
+            CaptureError: inside another session.
+        """
+        if self._in_session:
+            raise CaptureError("a capture session inside another", "Capture every key of a plan in one session.")
+        was_enabled = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self._in_session = True
+        try:
+            yield
+        finally:
+            self._in_session = False
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
+
+    def begin_segment(self) -> None:
+        if self._closed:
+            raise CaptureError("the tape is closed", "Make a new graph device.")
+        if not self._in_session:
+            raise CaptureError("a capture outside a session", "Open the device's session around all captures.")
+        if self._recorder is not None:
+            raise CaptureError("a segment inside another", "Captures cannot be nested.")
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "a capture with gradients on",
+                "Capture under torch.no_grad() or torch.inference_mode(): autograd adds calls that replay cannot make.",
+            )
+        self._recorder = _Recorder(self._arena)
+        self._modes.enter_context(self._recorder)
+        self._modes.enter_context(HostAccess())
+
+    def end_segment(self) -> Segment:
+        recorder = self._stop()
+        return TapeSegment(self, recorder.calls, recorder.outside)
+
+    def abort_segment(self) -> None:
+        self._stop()
+
+    def _stop(self) -> _Recorder:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None, "no segment is being recorded"
+        self._modes.close()
+        return recorder
+
+    def _poison(self, block: Block) -> None:
+        block.memory.fill(POISON)
+        if self._recorder is not None:
+            self._recorder.calls.append(functools.partial(block.memory.fill, POISON))
+
+    def pool_nbytes(self) -> int:
+        return self._arena.nbytes
+
+    def measure_peak(self, fn: Callable[[], object]) -> int:
+        """As the contract says, of memory that operators return. What a kernel uses inside itself is not seen, but for
+        kernels in Python, whose own operators are."""
+        meter = PeakMeter()
+        with meter:
+            fn()
+        return meter.peak
+
+    def time_us(self, fn: Callable[[], object], repeats: int) -> list[float]:
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter_ns()
+            fn()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return times
+
+    def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy = tensor.clone()
+        return lambda: copy
+
+    def memory(self) -> DeviceMemory:
+        """Host memory. No allocator tells live from cached bytes here, so `allocated` equals `reserved`: what the
+        process has grown by since this device was made; `non_torch` is what it held before."""
+        total, free = host_memory()
+        grown = max(0, _resident_nbytes() - self._resident_before)
+        return DeviceMemory(total, free, allocated=grown, reserved=grown, non_torch=self._resident_before)
+
+    def synchronize(self) -> None:
+        if self._recorder is not None:
+            raise CaptureError("synchronize inside a capture", "Nothing in a graph may wait for the host.")
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise CaptureError("a segment replayed after its tape was closed", "Capture it on a new graph device.")
+
+    def close(self) -> None:
+        self._closed = True
+        self._arena.close()
+
+
+class TapeSegment(Segment):
+    """Calls with their arguments bound, in order."""
+
+    def __init__(self, device: TapeDevice, calls: list[Call], outside: dict[int, tuple[str, Tensor]]) -> None:
+        self._device, self._calls, self._outside = device, tuple(calls), tuple(outside.values())
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def replay(self) -> None:
+        self._device.check_open()
+        with torch.inference_mode():
+            for call in self._calls:
+                call()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._outside)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each operator, moves what it allocated into the arena, and keeps a call that does it again.
+
+    Kept calls refer to memory, never to the caller's tensors: those of the arena must be free to die, and the others'
+    Python objects may be pointed elsewhere.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.outside: dict[int, tuple[str, Tensor]] = {}
+        self._arena = arena
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = decompose(self, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        check_recordable(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return result  # changes how a tensor object looks at its memory, and no memory
+        known = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
+        fresh = [t for t in tensors_in(result) if storage_of(t) not in known]
+        if not fresh and not func._schema.is_mutable:
+            return result  # a view, or no tensor at all
+        moved = {id(tensor): self._arena.tensor_like(tensor) for tensor in fresh}
+        if func.overloadpacket not in _UNINITIALISED:
+            outs = [(tensor, self._alias(func, moved[id(tensor)])) for tensor in fresh]
+            args, kwargs = tree_map(functools.partial(self._alias, func), (args, kwargs))
+            self.calls.append(bind_into(func, args, kwargs, result, outs) if outs else bind(func, args, kwargs))
+        return tree_map(lambda leaf: moved.get(id(leaf), leaf), result)
+
+    def _alias(self, func: OpOverload, leaf: Any) -> Any:
+        """Another tensor over the same memory; anything but a tensor as it is."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        alias = self._arena.alias(leaf)
+        if alias is None:
+            alias = leaf.detach()
+            self.outside.setdefault(storage_of(leaf), (f"operand of {func}", alias))
+        return alias
+
+
+def _resident_nbytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
