@@ -28,6 +28,9 @@ class Failure(click.ClickException):
         """The failure that `error` is: an expected one as it says itself, any other in one line."""
         if isinstance(error, GplanError | FormatError):
             return cls(error.message, error.hint, error.exit_code)
+        if isinstance(error, OSError) and error.strerror:
+            about = f"{error.filename}: " if error.filename else ""
+            return cls(f"{about}{error.strerror}", "The system refused it. GPLAN_DEBUG=1 shows where it happened.")
         text = " ".join(str(error).split())
         kind = type(error).__name__
         return cls(

@@ -1,12 +1,14 @@
 """The `gplan` command: what its commands share. Each command is a file of its own; nothing heavy is imported here.
 
 stdout is data, stderr is talk. Exit codes: 0 done, 1 error (or, of `diff`, different), 2 usage, 3 drift, 4 does not
-fit, 5 verification failed, 130 interrupted.
+fit, 5 verification failed, 130 interrupted,
+141 nobody reads stdout any more.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,15 +31,19 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (GplanError, FormatError) as error:
             raise Failure.of(error) from error
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+                raise click.exceptions.Exit(BROKEN_PIPE) from None
             if os.environ.get("GPLAN_DEBUG") == "1":
                 raise
             raise Failure.of(error) from error
+        return result
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -65,17 +71,12 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     try:
         result = cli.main(args=list(arguments), prog_name="gplan", standalone_mode=False)
-        sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return INTERRUPTED
-    except BrokenPipeError:
-        if not _stdout_is_closed():
-            raise
-        return BROKEN_PIPE
     return result if isinstance(result, int) else 0
 
 
@@ -86,11 +87,15 @@ def main() -> None:
 def _stdout_is_closed() -> bool:
     """Whether the reader of stdout has gone, as in `gplan show … | head`. If so, nothing more is written there."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True
 
 
 if __name__ == "__main__":
