@@ -120,9 +120,9 @@ class Scheduler:
         for entry in self._complete:
             self._release(entry)
         self._complete.clear()
-        preempted = self._make_room_for_decodes()
+        self._make_room_for_decodes()
         decodes = self._decoding
-        prefills = self._fill(self.limits.chunk - len(decodes), admit=not preempted)
+        prefills = self._fill(self.limits.chunk - len(decodes))
         if not decodes and not prefills:
             return None
         decoded = [self._advance(entry, 1) for entry in decodes]
@@ -169,17 +169,19 @@ class Scheduler:
 
     # Pages and rows ---------------------------------------------------------------------------------------------
 
-    def _make_room_for_decodes(self) -> bool:
-        """Gives each decode the page it needs; the youngest yield while there are too few. True if any did."""
+    def _make_room_for_decodes(self) -> None:
+        """Gives each decode the page it needs; the youngest yield while there are too few.
+
+        None that yields can be admitted again in the same step: without its pages there were too few, so fewer than
+        it gave back remain.
+        """
         short = [entry for entry in self._decoding if entry.request.cached_len == entry.capacity]
-        before = self.num_preemptions
         while len(short) > self._pages.num_free:
             youngest = self._preempt_youngest()
             if short[-1] is youngest:
                 short.pop()
         for entry in short:
             self._grow(entry, 1)
-        return self.num_preemptions > before
 
     def _preempt_youngest(self) -> _Entry:
         entry = (self._prefilling or self._decoding).pop()
@@ -208,7 +210,7 @@ class Scheduler:
 
     # Prompts ----------------------------------------------------------------------------------------------------
 
-    def _fill(self, budget: int, *, admit: bool) -> list[tuple[_Entry, int]]:
+    def _fill(self, budget: int) -> list[tuple[_Entry, int]]:
         """Shares `budget` tokens out among prompts: (entry, tokens) in order of arrival."""
         parts = []
         for entry in self._prefilling:
@@ -217,7 +219,7 @@ class Scheduler:
             length = min(budget, entry.request.num_tokens - entry.request.cached_len)
             parts.append((entry, length))
             budget -= length
-        while budget > 0 and admit and self._can_admit():
+        while budget > 0 and self._can_admit():
             entry = self._admit()
             length = min(budget, entry.request.num_tokens)
             parts.append((entry, length))

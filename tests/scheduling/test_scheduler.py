@@ -125,6 +125,27 @@ def test_a_preempted_request_waits_for_its_tokens_and_computes_all_of_them_again
     assert again.request.num_preemptions == 1
 
 
+def test_a_preempted_request_is_not_admitted_while_a_token_of_it_is_unread() -> None:
+    bounds = limits(max_batch=2, chunk=32)
+    scheduler, device = Scheduler(bounds, 9), Device(bounds, 9)
+    for name in "ab":
+        scheduler.add(request(name, [3, 4, 5], 28, stops=False))
+    launched = []
+    while scheduler.num_preemptions == 0:
+        batch = scheduler.schedule()
+        assert batch is not None
+        launched.append((batch, device.launch(batch)))
+    scheduler.abort("a")
+    assert scheduler.num_free_pages == 8
+    for step in launched[:-1]:  # in the last one, only "a" ran
+        assert scheduler.schedule() is None
+        scheduler.update(*step)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [(chunk.request.id, chunk.start) for chunk in batch.chunks] == [("b", 0)]
+    assert batch.chunks[0].end == len(batch.chunks[0].request.tokens) > 3
+
+
 def test_abort_frees_pages_at_once_wherever_the_request_is() -> None:
     server = serve(lag=2, bounds=limits(max_batch=2))
     for name in "abc":

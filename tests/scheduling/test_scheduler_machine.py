@@ -1,0 +1,118 @@
+"""Random traffic against the scheduler: any arrivals, lengths, stops and aborts, any lag, pools of a few pages.
+
+What must hold: every request gets exactly its tokens in order, nothing is lost or shared, chunks of a request follow
+one another, and the oldest request finishes within the steps that it would need alone.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gplan.core import Batch, FinishReason, Request
+from gplan.scheduling.scheduler import Scheduler
+from tests.scheduling.serve import Device, Server, answer, limits, request
+
+MAX_LEN = 24
+
+
+class Traffic(RuleBasedStateMachine):
+    @initialize(
+        lag=st.integers(0, 2),
+        max_batch=st.integers(1, 5),
+        more_chunk=st.integers(0, 12),
+        page_size=st.sampled_from([1, 2, 4, 7, 16]),
+        more_pages=st.integers(0, 12),
+    )
+    def start(self, lag: int, max_batch: int, more_chunk: int, page_size: int, more_pages: int) -> None:
+        self.limits = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
+        num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
+        self.lag = lag
+        self.scheduler = Scheduler(self.limits, num_pages)
+        self.server = Server(self.scheduler, Device(self.limits, num_pages), lag)
+        self.prompts: dict[str, tuple[list[int], bool]] = {}
+        self.live: dict[str, Request] = {}
+        self.turns_as_oldest = 0
+        self.next_start: dict[str, tuple[int, int]] = {}
+
+    @rule(
+        length=st.integers(1, MAX_LEN - 1),
+        max_tokens=st.integers(1, MAX_LEN),
+        seed=st.integers(1, 96),
+        stops=st.booleans(),
+    )
+    def arrive(self, length: int, max_tokens: int, seed: int, stops: bool) -> None:
+        name = f"r{len(self.prompts)}"
+        prompt = [(seed + i) % 96 + 1 for i in range(length)]
+        self.prompts[name] = (prompt, stops)
+        self.live[name] = request(name, prompt, max_tokens, stops=stops)
+        self.scheduler.add(self.live[name])
+
+    @rule(turns=st.integers(1, 6))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self._turn()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.abort(name)
+        aborted = self._retire(name)
+        assert aborted.finish_reason is FinishReason.ABORT
+        prompt, stops = self.prompts[name]
+        output = aborted.tokens[len(prompt) :]
+        assert output == answer(prompt, aborted.params.max_tokens, MAX_LEN, stops=stops)[: len(output)]
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        while self.live:
+            self._turn()
+        while self.server.step():
+            pass
+        self.scheduler.check()
+        assert not self.scheduler.has_work
+        capacity = self.scheduler.num_free_pages
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert capacity >= -(-MAX_LEN // self.limits.page_size)
+
+    def _turn(self) -> None:
+        num_steps, num_finished = len(self.server.batches), len(self.server.finished)
+        happened = self.server.step()
+        assert happened or not self.live, "no step runs, and requests wait"
+        for batch in self.server.batches[num_steps:]:
+            self._follow(batch)
+        self.turns_as_oldest += 1
+        if self.live:
+            oldest = next(iter(self.live.values()))
+            prefills = -(-MAX_LEN // self.limits.chunk)
+            assert self.turns_as_oldest <= prefills + MAX_LEN + 2 * self.lag + 1, f"{oldest.id} waits for ever"
+        for finished in self.server.finished[num_finished:]:
+            prompt, stops = self.prompts[finished.id]
+            assert finished.tokens[: len(prompt)] == prompt
+            assert finished.tokens[len(prompt) :] == answer(prompt, finished.params.max_tokens, MAX_LEN, stops=stops)
+            assert self._retire(finished.id) is finished
+
+    def _follow(self, batch: Batch) -> None:
+        """Chunks of a request follow one another, and start over only after a preemption."""
+        for chunk in batch.chunks:
+            name, preemptions = chunk.request.id, chunk.request.num_preemptions
+            expected, before = self.next_start.get(name, (0, 0))
+            assert chunk.start == (expected if preemptions == before else 0)
+            self.next_start[name] = (chunk.end, preemptions)
+
+    def _retire(self, name: str) -> Request:
+        if name == next(iter(self.live)):
+            self.turns_as_oldest = 0
+        return self.live.pop(name)
+
+
+Traffic.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase
