@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from cli.check import check
 from cli.diff import diff
 from cli.failure import Failure
 from cli.show import show
@@ -63,7 +64,7 @@ def cli() -> None:
     """
 
 
-for command in (show, diff):
+for command in (show, check, diff):
     cli.add_command(command)
 
 

@@ -26,6 +26,8 @@ _REASONS = {
     errno.ENAMETOOLONG: "the name is too long",
 }
 
+_HINTS = {"read": "Check the path and its permissions.", "write": "Write to another place, or make this one writable."}
+
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int, what: str) -> bytes:
     """Reads a regular file that may have at most `max_bytes`; symbolic links are followed.
@@ -110,9 +112,9 @@ def _os_errors(path: str | os.PathLike[str], verb: str) -> Iterator[None]:
         reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
         if error.errno == errno.ENOENT and (Path(path).is_symlink() or verb == "write"):
             reason = "the directory does not exist" if verb == "write" else "is a symbolic link to nothing"
-        raise FileAccessError(f"cannot {verb} {os.fspath(path)}: {reason}") from error
+        raise FileAccessError(f"cannot {verb} {os.fspath(path)}: {reason}", _HINTS[verb]) from error
     except ValueError as error:
-        raise FileAccessError(f"cannot {verb} {os.fspath(path)!r}: {error}") from error
+        raise FileAccessError(f"cannot {verb} {os.fspath(path)!r}: {error}", _HINTS[verb]) from error
 
 
 def _too_large(path: str | os.PathLike[str], found: int, allowed: int, what: str) -> TooLargeError:

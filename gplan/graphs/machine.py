@@ -88,7 +88,7 @@ def _fingerprint(kernels: str, **fields: object) -> Fingerprint:
     return Fingerprint(
         **fields,  # type: ignore[arg-type]
         tp_size=1,
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a TorchVersion, which compares as one and cannot be encoded
         cuda=torch.version.cuda or "",
         triton=_version("triton"),
         transformers=_version("transformers"),

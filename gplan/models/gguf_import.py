@@ -119,7 +119,9 @@ def _open(source: Path) -> GgufFile:
     try:
         return _Reader(source)
     except ImportError:
-        raise GplanError("reading a GGUF file needs the gguf library", "pip install 'gplan[quickstart]'") from None
+        raise GplanError("reading a GGUF file needs the gguf library", "pip install gguf") from None
+    except (ValueError, IndexError, KeyError) as error:
+        raise GplanError(f"{source.name} is not a GGUF file: {error}", "Get the file again.") from error
 
 
 def _refuse_unknown(file: GgufFile) -> None:

@@ -19,7 +19,7 @@ MAX_SIZE = 1 << 20
 Progress = Callable[[str, int, int], None]
 """`progress(stage, done, total)`: how far a stage has come. A stage is over when `done == total`."""
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 _HINT = "Write sizes as 1,2,4,8, ranges as 8-64:8 (first, multiples of the step, last), or both: 1,2,4,8-64:8."
 
 

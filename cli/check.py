@@ -1,0 +1,89 @@
+"""`gplan check`: what serve would check before it loads anything."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from cli.failure import say, say_next
+from cli.parameters import plan_argument
+from cli.text import columns
+from cli.views import echo_json
+from formats.container import read_plan
+from formats.drift import Drift
+from formats.plan import plan_id
+
+
+class CheckView(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs from the plan, and what follows.
+
+    Attributes:
+        drifts: every difference, advisory ones included.
+        refused, accepted: names of the fields that stand against serving, and of those that would.
+    """
+
+    plan_id: str
+    checkpoint: str
+    drifts: tuple[Drift, ...]
+    refused: tuple[str, ...]
+    accepted: tuple[str, ...]
+
+
+@click.command()
+@plan_argument
+@click.option("--checkpoint", help="Where the checkpoint is, if not where it was when it was planned.")
+@click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+def check(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_json: bool) -> None:
+    """Checks that checkpoint and machine are the ones planned for, as serve does first; loads nothing.
+
+    Prints every field that differs, what was planned, what was found, and how much that matters. Exit code 3 if serve
+    would refuse.
+
+    \b
+    Examples:
+      gplan check model.gplan
+      gplan check model.gplan --checkpoint ./model --accept-drift torch
+    """
+    read = read_plan(plan)
+    from gplan.serving.preflight import inspect
+
+    where = checkpoint or read.model.source
+    preflight = inspect(read, where, accept_drift)
+    view = CheckView(
+        plan_id=plan_id(read),
+        checkpoint=where,
+        drifts=preflight.drifts,
+        refused=tuple(drift.field for drift in preflight.refused),
+        accepted=tuple(drift.field for drift in preflight.accepted),
+    )
+    if as_json:
+        echo_json(view)
+    else:
+        click.echo(_page(view))
+    preflight.require()
+    say("serve would go on")
+    say_next(f"gplan serve {plan}" + (f" --checkpoint {checkpoint}" if checkpoint else ""))
+
+
+def _page(view: CheckView) -> str:
+    if not view.drifts:
+        return f"{view.plan_id}: checkpoint and machine are as planned"
+    return "\n".join(columns(("field", "planned", "found", "grade", "verdict"), _rows(view), left=5))
+
+
+def _rows(view: CheckView) -> list[tuple[str, ...]]:
+    return [
+        (drift.field, _text(drift.planned), _text(drift.found), str(drift.grade), _verdict(drift, view))
+        for drift in view.drifts
+    ]
+
+
+def _text(value: str | int) -> str:
+    return str(value) if value != "" else "none"
+
+
+def _verdict(drift: Drift, view: CheckView) -> str:
+    if drift.field in view.refused:
+        return "refused"
+    return "accepted" if drift.field in view.accepted else "goes on"

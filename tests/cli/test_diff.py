@@ -1,0 +1,123 @@
+"""`gplan diff`: decisions agree with the plan's id, evidence counts beyond its spread only, exit codes as promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cli.comparison import Comparison, beyond_spread, compare
+from formats.container import write_plan
+from formats.plan import Choice, Plan, Receipt, Timing, Workload, plan_id
+from tests.cli.command import gplan
+from tests.formats.plans import CPU, make_bucket, make_phase, make_plan
+
+replace = msgspec.structs.replace
+
+
+def timed(graph_us: float, spread_us: float = 10.0, runs: int = 20) -> Plan:
+    """A plan whose largest decode bucket took so long."""
+    bucket = replace(make_bucket(8), graph=Timing(median_us=graph_us, spread_us=spread_us, runs=runs))
+    return make_plan(decode=make_phase("decode", "full", (), 8, ladder=(make_bucket(1), bucket)))
+
+
+def fields(comparison: Comparison, part: str) -> list[str]:
+    return [difference.field for difference in getattr(comparison, part)]
+
+
+def test_a_plan_does_not_differ_from_itself() -> None:
+    comparison = compare(make_plan(), make_plan())
+    assert comparison.same
+    assert comparison.a == comparison.b
+
+
+DECISIONS = {
+    "limits.max_len": make_plan(max_len=512, num_kv_pages=129),
+    "limits.memory_bytes": make_plan(memory_bytes=2 << 30),
+    "num_kv_pages": make_plan(num_kv_pages=100),
+    "decode.backend": make_plan(decode_backend="breakable"),
+    "decode.ladder": make_plan(decode_sizes=[1, 8]),
+    "prefill.backend": make_plan(prefill_backend="full"),
+    "prefill.ladder": make_plan(prefill_sizes=[64]),
+    "decode.padding_cap": make_plan(decode=make_phase("decode", "full", [1, 2, 4, 8], 8, padding_cap=0.5)),
+    "decode.eager_sizes": make_plan(decode=make_phase("decode", "full", [1, 2, 4, 8], 8, eager_sizes=((3, 3),))),
+    "kernels": replace(make_plan(), kernels="flashinfer"),
+    "dtype": replace(make_plan(), dtype="float32"),
+    "model.config_digest": make_plan(model=replace(make_plan().model, config_digest="0" * 64)),
+    "locks": make_plan(choices=(Choice(field="dtype", value="bfloat16", basis="locked", reason="--dtype"),)),
+}
+
+
+@pytest.mark.parametrize("field", DECISIONS)
+def test_every_decision_that_changes_the_id_is_named(field: str) -> None:
+    comparison = compare(make_plan(), DECISIONS[field])
+    assert comparison.a != comparison.b
+    assert field in fields(comparison, "decisions")
+
+
+EVIDENCE = {
+    "model.source": make_plan(model=replace(make_plan().model, source="elsewhere")),
+    "workload": make_plan(workload=Workload(spec="other", digest=make_plan().workload.digest)),
+    "receipt decode:8 max_abs_diff": make_plan(
+        receipts=(Receipt(key="decode:8", cases=3, max_abs_diff=0.5, bitwise=False),)
+    ),
+    "decode.rejected": make_plan(decode=make_phase("decode", "full", [1, 2, 4, 8], 8, rejected=())),
+}
+
+
+@pytest.mark.parametrize("field", EVIDENCE)
+def test_evidence_is_named_and_leaves_the_id_alone(field: str) -> None:
+    comparison = compare(make_plan(), EVIDENCE[field])
+    assert comparison.a == comparison.b
+    assert fields(comparison, "decisions") == []
+    assert fields(comparison, "evidence") == [field]
+
+
+def test_a_time_counts_beyond_its_spread() -> None:
+    assert compare(timed(500.0), timed(509.0)).same
+    slower = compare(timed(500.0), timed(520.0))
+    assert [(entry.field, entry.note) for entry in slower.evidence] == [("decode:8 graph_us", "+4.0%")]
+    assert slower.decisions == ()
+
+
+@pytest.mark.parametrize(("spread_a", "spread_b", "beyond"), [(5, 5, True), (20, 5, False), (5, 20, False)])
+def test_the_wider_spread_decides(spread_a: float, spread_b: float, beyond: bool) -> None:
+    a = Timing(median_us=100.0, spread_us=spread_a, runs=9)
+    b = Timing(median_us=110.0, spread_us=spread_b, runs=9)
+    assert beyond_spread(a, b) is beyond_spread(b, a) is beyond
+
+
+def test_the_machine_is_compared_with_grades_and_free_memory_is_not() -> None:
+    elsewhere = replace(CPU, torch="2.11.0+cpu", num_threads=64, free_memory=1 << 30)
+    comparison = compare(make_plan(), make_plan(fingerprint=elsewhere))
+    assert [(entry.field, entry.note) for entry in comparison.machine] == [
+        ("num_threads", "advisory"),
+        ("torch", "must match"),
+    ]
+    assert compare(make_plan(), make_plan(fingerprint=replace(CPU, free_memory=5))).same
+
+
+def test_the_command(tmp_path: Path) -> None:
+    for name, plan in (("a", make_plan()), ("b", make_plan(max_batch=12))):
+        write_plan(plan, tmp_path / f"{name}.gplan")
+    same = gplan("diff", tmp_path / "a.gplan", tmp_path / "a.gplan")
+    assert same.returncode == 0
+    assert same.stdout.count("the same") == 3
+    different = gplan("diff", tmp_path / "a.gplan", tmp_path / "b.gplan")
+    assert different.returncode == 1
+    assert different.stderr == ""
+    order = [different.stdout.index(word) for word in ("decisions", "decode.ladder", "evidence", "ledger", "machine")]
+    assert order == sorted(order)
+    assert "+12" in different.stdout
+
+
+def test_json_is_the_same_struct(tmp_path: Path) -> None:
+    a, b = make_plan(), make_plan(max_batch=12)
+    write_plan(a, tmp_path / "a.gplan")
+    write_plan(b, tmp_path / "b.gplan")
+    done = gplan("diff", tmp_path / "a.gplan", tmp_path / "b.gplan", "--json")
+    assert done.returncode == 1
+    found = msgspec.json.decode(done.stdout, type=Comparison)
+    assert found == compare(a, b)
+    assert (found.a, found.b) == (plan_id(a), plan_id(b))
