@@ -140,6 +140,10 @@ class CaptureBackend(ABC):
         """Captured keys, in capture order."""
 
     @abstractmethod
+    def num_segments(self, key: ShapeKey) -> int:
+        """Graph segments that a replay of `key` runs."""
+
+    @abstractmethod
     def tensors(self, key: ShapeKey) -> Iterator[tuple[str, Tensor]]:
         """Named tensors that the graph of `key` is known to refer to: outputs, and what crosses breaks."""
 

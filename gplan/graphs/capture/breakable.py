@@ -49,7 +49,7 @@ class BreakableBackend(KeyedBackend):
         token = _cutter.set(cutter)
         try:
             cutter.begin()
-            outputs = checked_outputs(fn())
+            outputs = fn()
             cutter.end()
         except BaseException:
             cutter.abort()
@@ -61,7 +61,7 @@ class BreakableBackend(KeyedBackend):
                 f"expected {num_breaks} breaks, met {cutter.num_breaks}",
                 "Every attention call of the forward, and nothing else, must be declared with graph_break.",
             )
-        return Recording(tuple(cutter.steps), outputs)
+        return Recording(tuple(cutter.steps), checked_outputs(outputs))
 
 
 class _Cutter:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 
 def decompose(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -25,7 +24,25 @@ def decompose(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], 
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+    """Tensors in the arguments or results of an operator, which nest lists, tuples and one dict at most."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same arguments or results with `fn` of each tensor."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)([map_tensors(fn, item) for item in tree])
+    if isinstance(tree, dict):
+        return {name: map_tensors(fn, item) for name, item in tree.items()}
+    return tree
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -15,8 +15,8 @@ class FullBackend(KeyedBackend):
     def _record(self, fn: CaptureFn, num_breaks: int) -> Recording:
         self.device.begin_segment()
         try:
-            outputs = checked_outputs(fn())
+            outputs = fn()
         except BaseException:
             self.device.abort_segment()
             raise
-        return Recording((("graph", self.device.end_segment()),), outputs)
+        return Recording((("graph", self.device.end_segment()),), checked_outputs(outputs))

@@ -9,11 +9,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gplan.core import ShapeKey
 from gplan.errors import CaptureError
-from gplan.graphs.capture.base import CaptureBackend, CaptureFn, GraphDevice
+from gplan.graphs.capture.base import CaptureBackend, CaptureFn, GraphDevice, Segment
 
 
 class Step(Protocol):
@@ -32,9 +33,14 @@ class Recording:
         self._steps = steps
         self._replays = tuple(step.replay for _, step in steps)
 
+    @property
+    def num_segments(self) -> int:
+        return sum(isinstance(step, Segment) for _, step in self._steps)
+
     def replay(self) -> tuple[Tensor, ...]:
-        for replay in self._replays:
-            replay()
+        with torch.no_grad():
+            for replay in self._replays:
+                replay()
         return self.outputs
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -79,6 +85,9 @@ class KeyedBackend(CaptureBackend):
 
     def keys(self) -> tuple[ShapeKey, ...]:
         return tuple(self._recordings)
+
+    def num_segments(self, key: ShapeKey) -> int:
+        return self._recordings[key].num_segments
 
     def tensors(self, key: ShapeKey) -> Iterator[tuple[str, Tensor]]:
         return self._recordings[key].tensors()

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from gplan.errors import CaptureError
 from gplan.graphs.capture.arena import POISON, Arena, Block
 from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment
 from gplan.graphs.capture.binding import Call, bind, bind_into
-from gplan.graphs.capture.dispatch import decompose, storage_of, tensors_in
+from gplan.graphs.capture.dispatch import decompose, map_tensors, storage_of, tensors_in
 from gplan.graphs.capture.forbidden import HostAccess, check_recordable
 from gplan.graphs.capture.peak import PeakMeter
 from gplan.graphs.machine import host_memory
@@ -217,18 +216,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = {id(tensor): self._arena.tensor_like(tensor) for tensor in fresh}
         if func.overloadpacket not in _UNINITIALISED:
             outs = [(tensor, self._alias(func, moved[id(tensor)])) for tensor in fresh]
-            args, kwargs = tree_map(functools.partial(self._alias, func), (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(self._alias, func), (args, kwargs))
             self.calls.append(bind_into(func, args, kwargs, result, outs) if outs else bind(func, args, kwargs))
-        return tree_map(lambda leaf: moved.get(id(leaf), leaf), result)
+        return map_tensors(lambda tensor: moved.get(id(tensor), tensor), result)
 
-    def _alias(self, func: OpOverload, leaf: Any) -> Any:
-        """Another tensor over the same memory; anything but a tensor as it is."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        alias = self._arena.alias(leaf)
+    def _alias(self, func: OpOverload, tensor: Tensor) -> Tensor:
+        """Another tensor over the same memory."""
+        alias = self._arena.alias(tensor)
         if alias is None:
-            alias = leaf.detach()
-            self.outside.setdefault(storage_of(leaf), (f"operand of {func}", alias))
+            alias = tensor.detach()
+            self.outside.setdefault(storage_of(tensor), (f"operand of {func}", alias))
         return alias
 
 
