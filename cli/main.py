@@ -18,6 +18,7 @@ import click
 from cli.check import check
 from cli.diff import diff
 from cli.failure import Failure
+from cli.plan import plan
 from cli.show import show
 from formats.errors import FormatError
 from gplan import __version__
@@ -64,7 +65,7 @@ def cli() -> None:
     """
 
 
-for command in (show, check, diff):
+for command in (plan, show, check, diff):
     cli.add_command(command)
 
 

@@ -1,0 +1,96 @@
+"""`gplan plan`: measures a checkpoint on this machine, decides, and writes the plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli.failure import say, say_next
+from cli.parameters import check_size, read_buckets
+from cli.progress import show_progress
+from cli.views import PlanView, view_plan
+from formats.container import write_plan
+from formats.plan import PhasePlan
+from gplan.planning.options import PlanOptions
+from gplan.units import format_size
+
+BACKENDS = click.Choice(["full", "breakable", "eager"])
+AT_LEAST_ONE = click.IntRange(min=1)
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option("-o", "--output", required=True, type=click.Path(), help="The file to write.")
+@click.option("--max-batch", type=AT_LEAST_ONE, help="Requests at once, at most.")
+@click.option("--max-len", type=AT_LEAST_ONE, help="Tokens of one request at most, prompt and answer together.")
+@click.option("--chunk", type=AT_LEAST_ONE, help="Tokens of one step at most; longer prompts take several steps.")
+@click.option("--page-size", type=AT_LEAST_ONE, help="Tokens of one page of the KV pool.")
+@click.option("--memory", metavar="SIZE", callback=check_size, help="To spend: 24GiB, 512MiB, or 90% of the device's.")
+@click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. A GPU where there is one, else the CPU.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the checkpoint, unless given.")
+@click.option("--kernels", type=click.Choice(["reference", "flashinfer"]), help="The set of operators to run with.")
+@click.option("--decode-backend", type=BACKENDS, help="How decode is captured. The fastest as measured, unless given.")
+@click.option("--prefill-backend", type=BACKENDS, help="The same for prefill.")
+@click.option(
+    "--decode-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in requests: 1,2,4,8 or 1-64:8."
+)
+@click.option("--prefill-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in tokens.")
+@click.option("--hash-contents", is_flag=True, help="Identify the checkpoint by all its bytes, not by its headers.")
+def plan(output: str, **flags: Any) -> None:
+    """Measures CHECKPOINT on this machine, decides, and writes the plan.
+
+    CHECKPOINT is a folder in Hugging Face's form (config.json and safetensors), or the name of one in the local cache
+    of the hub. Whatever an option fixes is recorded as a lock; whatever none fixes is decided, and the plan says why.
+    Prints the plan's id.
+
+    \b
+    Examples:
+      gplan plan ./SmolLM2-135M-Instruct -o smollm2.gplan
+      gplan plan ./Qwen3-8B -o qwen3.gplan --memory 90% --max-batch 64 --max-len 8192
+    """
+    _check_output(Path(output))
+    options = PlanOptions(**flags)
+    from gplan.planning.planner import make_plan
+
+    with show_progress() as progress:
+        made = make_plan(options, progress)
+    write_plan(made, output)
+    view = view_plan(made)
+    say(_summary(view))
+    click.echo(f"{view.plan_id}  {output}")
+    say_next(f"gplan show {output}")
+    say_next(f"gplan serve {output}{_checkpoint_flag(options.checkpoint)}")
+
+
+def _check_output(output: Path) -> None:
+    """Finds out before the measuring, not after it, that the plan could not be written."""
+    if output.is_dir():
+        raise click.BadParameter(
+            f"{output} is a folder. Name a file, such as {output / 'model.gplan'}.", param_hint="-o"
+        )
+    if not output.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {output.parent}. Make it, or name another.", param_hint="-o")
+    if not os.access(output.parent, os.W_OK):
+        raise click.BadParameter(f"the folder {output.parent} cannot be written to. Name another.", param_hint="-o")
+
+
+def _summary(view: PlanView) -> str:
+    made = view.plan
+    return (
+        f"decode {_phase(made.decode, 'requests')}; prefill {_phase(made.prefill, 'tokens')}; "
+        f"KV pool of {view.kv_tokens:,} tokens in {format_size(made.limits.memory_bytes)}"
+    )
+
+
+def _phase(phase: PhasePlan, unit: str) -> str:
+    if not phase.ladder:
+        return f"{phase.backend}, up to {phase.max_size} {unit}"
+    return f"{phase.backend}, {len(phase.ladder)} buckets up to {phase.max_size} {unit}"
+
+
+def _checkpoint_flag(checkpoint: str) -> str:
+    """A plan remembers a relative path or a hub name, but no absolute path."""
+    return f" --checkpoint {checkpoint}" if os.path.isabs(checkpoint) else ""
