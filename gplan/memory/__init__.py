@@ -1,0 +1,1 @@
+"""Device memory by purpose: the ledger, the KV pool and the host's page table."""

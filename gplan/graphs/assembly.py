@@ -1,0 +1,220 @@
+"""Builds an executor in the planned order of memory, and captures its graphs.
+
+The planner assembles what it measures with the same code that serve assembles what it runs with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from formats.plan import Limits
+from gplan.core import ShapeKey
+from gplan.errors import CaptureError
+from gplan.graphs.admission import PhaseSetup
+from gplan.graphs.buffers import StaticBuffers
+from gplan.graphs.capture import make_backend
+from gplan.graphs.capture.base import GraphDevice
+from gplan.graphs.decode import DecodeRunner
+from gplan.graphs.executor import Executor
+from gplan.graphs.forward import ForwardParts, forward_slots
+from gplan.graphs.guard import AddressGuard
+from gplan.graphs.prefill import PrefillRunner
+from gplan.graphs.sampling import Sampler
+from gplan.kernels import kernels_class, make_kernels
+from gplan.kernels.base import KernelShape
+from gplan.memory.kv_pool import KVLayout, KVPool
+from gplan.memory.ledger import ActivationHold
+from gplan.memory.page_table import PageTable
+from gplan.models import ModelSpec
+from gplan.models.base import Model
+
+Book = Callable[[str, int], None]
+"""`book(row, nbytes)`: bytes taken for a ledger row."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorConfig:
+    """Everything an executor is built from but the model's weights."""
+
+    kernels: str
+    dtype: torch.dtype
+    device: torch.device
+    limits: Limits
+    num_kv_pages: int
+    activation_reserve: int
+    decode: PhaseSetup
+    prefill: PhaseSetup
+
+
+def kv_layout(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> KVLayout:
+    return KVLayout(
+        num_layers=spec.num_layers,
+        page_size=page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
+
+
+def kernel_shape(
+    spec: ModelSpec, limits: Limits, num_kv_pages: int, dtype: torch.dtype, device: torch.device
+) -> KernelShape:
+    return KernelShape(
+        num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        page_size=limits.page_size,
+        max_batch=limits.max_batch,
+        max_tokens=limits.chunk,
+        max_len=limits.max_len,
+        num_pages=num_kv_pages,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def static_nbytes(shape: KernelShape) -> int:
+    """Bytes of everything allocated once beside weights, workspace and KV pool."""
+    return StaticBuffers.nbytes(forward_slots(shape)) + Sampler.nbytes(shape.max_batch, shape.vocab_size)
+
+
+def workspace_nbytes(name: str, shape: KernelShape) -> int:
+    return kernels_class(name).workspace_nbytes(shape)
+
+
+def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Book) -> tuple[ForwardParts, Sampler]:
+    """Takes workspace, static buffers and KV pool, in this order."""
+    device, limits = config.device, config.limits
+    shape = kernel_shape(spec, limits, config.num_kv_pages, config.dtype, device)
+    kernels = make_kernels(config.kernels, shape)
+    book("workspace", kernels.workspace_nbytes(shape))
+    buffers = StaticBuffers(forward_slots(shape), device)
+    sampler = Sampler(kernels, limits.max_batch, spec.vocab_size, device)
+    book("static_buffers", static_nbytes(shape))
+    pool = KVPool(kv_layout(spec, limits.page_size, config.dtype), config.num_kv_pages, device)
+    book("kv_pool", pool.data.nbytes)
+    parts = ForwardParts(
+        model=model,
+        kernels=kernels,
+        kv_pool=pool,
+        page_table=PageTable(limits.max_batch, shape.max_pages_per_request, limits.page_size),
+        buffers=buffers,
+        last_tokens=sampler.last_tokens,
+        limits=limits,
+    )
+    return parts, sampler
+
+
+def attach(
+    parts: ForwardParts, sampler: Sampler, graphs: GraphDevice, decode: PhaseSetup, prefill: PhaseSetup
+) -> Executor:
+    """Puts runners and a graph device on memory that was taken; captures nothing."""
+    return Executor(
+        graphs,
+        parts,
+        DecodeRunner(parts, decode, make_backend(decode.backend, graphs)),
+        PrefillRunner(parts, prefill, make_backend(prefill.backend, graphs)),
+        sampler,
+        AddressGuard(),
+    )
+
+
+def build(
+    model: Model,
+    spec: ModelSpec,
+    config: ExecutorConfig,
+    graphs: GraphDevice,
+    book: Book,
+    progress: Progress,
+) -> Executor:
+    """Takes the memory and captures, holding the activation memory by a real allocation until the graphs are there."""
+    hold = ActivationHold(config.activation_reserve, config.device)
+    book("activation_reserve", hold.nbytes)
+    parts, sampler = take_memory(model, spec, config, book)
+    executor = attach(parts, sampler, graphs, config.decode, config.prefill)
+    for captured in capture_all(executor, progress):
+        book(f"graph_pool_{captured.key.phase}", captured.pool_bytes)
+    hold.release()
+    watch_addresses(executor)
+    return executor
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What capturing one key took: bytes by which the graph pool grew, and milliseconds."""
+
+    key: ShapeKey
+    pool_bytes: int
+    capture_ms: float
+
+
+@torch.no_grad()
+def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
+    """Warms up and captures every key of both phases, largest first, then freezes the set.
+
+    Raises:
+        CaptureError: a key could not be captured, or the last warm-up pass still made the allocator grow.
+    """
+    keys = sorted(executor.keys, key=lambda key: (key.size * key.width, key.phase, key.variant), reverse=True)
+    _warm_up(executor, keys, progress)
+    done = []
+    with executor.device.session():
+        for index, key in enumerate(keys):
+            progress("capture", index, len(keys))
+            done.append(_capture_one(executor, key))
+    progress("capture", len(keys), len(keys))
+    for runner in (executor.decode, executor.prefill):
+        runner.backend.freeze()
+    return tuple(done)
+
+
+def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> None:
+    device = executor.device
+    for number in range(device.warmup_passes):
+        before = device.memory().reserved
+        for index, key in enumerate(keys):
+            progress("warm up", number * len(keys) + index, device.warmup_passes * len(keys))
+            executor.runner(key.phase).warm_up(key)
+        device.synchronize()
+        grown = device.memory().reserved - before
+        if number > 0 and number == device.warmup_passes - 1 and grown > 0:
+            raise CaptureError(
+                f"warm-up: the last pass still took {grown} bytes from the device",
+                "Memory is not in a steady state before capture; report this with the plan.",
+            )
+
+
+def _capture_one(executor: Executor, key: ShapeKey) -> Captured:
+
+    device, started = executor.device, time.perf_counter()
+    before = device.pool_nbytes()
+    executor.runner(key.phase).capture(key)
+    return Captured(key, device.pool_nbytes() - before, (time.perf_counter() - started) * 1e3)
+
+
+def watch_addresses(executor: Executor) -> None:
+    """Makes the guard know every buffer that the captured graphs refer to."""
+    parts, guard = executor.parts, executor.guard
+    for name in parts.buffers:
+        guard.watch(f"buffer {name}", partial(parts.buffers.__getitem__, name))
+    for layer in range(len(parts.kv_pool.layers)):
+        guard.watch(f"kv_pool keys {layer}", partial(_cache, parts.kv_pool, layer, 0))
+        guard.watch(f"kv_pool values {layer}", partial(_cache, parts.kv_pool, layer, 1))
+    guard.watch("last_tokens", lambda: executor.sampler.last_tokens)
+    for runner in (executor.decode, executor.prefill):
+        for key in runner.setup.keys:
+            guard.snapshot(key, (*runner.tensors(key), *parts.model.tensors()))
+
+
+def _cache(pool: KVPool, layer: int, part: int) -> Tensor:
+    return pool.layers[layer][part]

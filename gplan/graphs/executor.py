@@ -1,0 +1,165 @@
+"""Runs scheduled steps: picks the runner, replays or runs eagerly, samples, and hands the tokens over.
+
+`launch` returns once the step is on its way; `collect` waits for its tokens. The caller may keep `result_lag` steps
+uncollected, so that the host schedules a step while the device runs the one before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gplan.core import Batch, Phase, ShapeKey
+from gplan.graphs.capture.base import GraphDevice
+from gplan.graphs.decode import DecodeRunner
+from gplan.graphs.forward import ForwardParts
+from gplan.graphs.guard import AddressGuard
+from gplan.graphs.prefill import PrefillRunner
+from gplan.graphs.runner import PhaseRunner
+from gplan.graphs.sampling import MAX_LOGPROBS, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a token, and the likeliest (token, log probability) at its place, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a step ran: replayed from `key`, or eagerly for `reason`.
+
+    Attributes:
+        size: requests (decode) or tokens (prefill) of the batch.
+        padding_rows: rows of the bucket beyond them.
+        elapsed_s: from launch until the host had the tokens.
+    """
+
+    phase: Phase
+    size: int
+    key: ShapeKey | None
+    reason: str
+    padding_rows: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens of the chunks that sample, in batch order; `logprobs` is aligned with them."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A launched step. Collect steps in the order in which they were launched."""
+
+    batch: Batch
+    key: ShapeKey | None
+    reason: str
+    launched_at: float
+    tokens: Callable[[], Tensor]
+    logprobs: Callable[[], Tensor] | None
+
+
+class Executor:
+    """One model on one device, ready to run steps.
+
+    Args:
+        check_addresses: verify before every replay that no address of its graph has moved.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        parts: ForwardParts,
+        decode: DecodeRunner,
+        prefill: PrefillRunner,
+        sampler: Sampler,
+        guard: AddressGuard,
+        *,
+        check_addresses: bool = False,
+    ) -> None:
+        self.device, self.parts, self.sampler, self.guard = device, parts, sampler, guard
+        self.decode, self.prefill = decode, prefill
+        self.check_addresses = check_addresses
+
+    @property
+    def result_lag(self) -> int:
+        return self.device.result_lag
+
+    @property
+    def keys(self) -> tuple[ShapeKey, ...]:
+        return (*self.decode.setup.keys, *self.prefill.setup.keys)
+
+    def runner(self, phase: Phase) -> PhaseRunner:
+        return self.decode if phase is Phase.DECODE else self.prefill
+
+    @torch.no_grad()
+    def launch(self, batch: Batch) -> Step:
+        """Starts a step.
+
+        Raises:
+            GuardError: an address of the step's graph has moved; only where addresses are checked.
+        """
+        launched_at = time.perf_counter()
+        runner = self.runner(batch.phase)
+        verdict = runner.can_run(batch)
+        if verdict.key is not None and self.check_addresses:
+            self.guard.check(verdict.key)
+        if batch.phase is Phase.DECODE:
+            self.sampler.ensure_last_tokens(batch.chunks)
+        logits = runner.execute(batch, verdict)
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
+        if not sampling:
+            return Step(batch, verdict.key, verdict.reason, launched_at, _no_tokens, None)
+        draw = self.sampler.sample(logits, sampling)
+        tokens = self.device.read_later(draw.tokens)
+        logprobs = None if draw.logprobs is None else self.device.read_later(draw.logprobs)
+        return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs)
+
+    def collect(self, step: Step) -> StepResult:
+        """Waits for a step's tokens."""
+        tokens = tuple(step.tokens().tolist())
+        logprobs: tuple[TokenLogprobs | None, ...] = (None,) * len(tokens)
+        if step.logprobs is not None:
+            wanted = [chunk.request.params.logprobs for chunk in step.batch.chunks if chunk.samples]
+            logprobs = tuple(
+                None if count is None else _token_logprobs(row, count)
+                for row, count in zip(step.logprobs().tolist(), wanted, strict=True)
+            )
+        size = step.batch.size
+        outcome = Outcome(
+            phase=step.batch.phase,
+            size=size,
+            key=step.key,
+            reason=step.reason,
+            padding_rows=0 if step.key is None else step.key.size - size,
+            elapsed_s=time.perf_counter() - step.launched_at,
+        )
+        return StepResult(tokens, logprobs, outcome)
+
+    def close(self) -> None:
+        """Drops graphs and workspace; the executor is dead after it."""
+        self.decode.backend.close()
+        self.prefill.backend.close()
+        self.device.close()
+
+
+def _no_tokens() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+def _token_logprobs(row: list[float], count: int) -> TokenLogprobs:
+    width = (len(row) - 1) // 2
+    assert count <= MAX_LOGPROBS
+    top = tuple((int(token), score) for token, score in zip(row[1 + width :], row[1 : 1 + width], strict=True))
+    return TokenLogprobs(row[0], top[:count])

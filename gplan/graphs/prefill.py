@@ -1,0 +1,109 @@
+"""Prefill and mixed steps: ragged chunks of tokens, the head outside the graph on the rows that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gplan.core import DUMMY_PAGE, Batch, Chunk, Phase
+from gplan.graphs.runner import PhaseRunner
+from gplan.kernels.base import Attention, AttentionBatch
+
+FROM_DEVICE = -1
+"""In `host_ids`: the token was drawn by a step whose result the host has not read; take the row's last token."""
+
+
+class PrefillRunner(PhaseRunner):
+    """Sizes are tokens. Tokens come from the host, but for those that only the device knows yet."""
+
+    phase = Phase.PREFILL
+
+    def _make_attention(self, size: int, num_requests: int, *, in_graph: bool) -> Attention:
+        return self.parts.kernels.prefill_attention(size, num_requests, in_graph=in_graph)
+
+    def _load(self, batch: Batch, size: int, attention: Attention, *, slots: int) -> None:
+        chunks, table = batch.chunks, self.parts.page_table
+        lengths = np.fromiter((c.length for c in chunks), np.int32, len(chunks))
+        rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
+        counts = table.update(batch)
+        token_rows = np.repeat(rows, lengths)
+        positions = np.concatenate([np.arange(c.start, c.end, dtype=np.int64) for c in chunks])
+        values = {
+            "rows": token_rows.astype(np.int64),
+            "host_ids": np.fromiter((t for c in chunks for t in _tokens(c)), np.int64, len(positions)),
+            "positions": positions,
+            "kv_slots": table.slots(token_rows, positions),
+        }
+        self.parts.buffers.fill(values, real=len(positions), padded=size)
+        ends = np.fromiter((c.end for c in chunks), np.int32, len(chunks))
+        metadata = AttentionBatch(
+            qo_indptr=_indptr(lengths),
+            kv_indptr=_indptr(counts),
+            kv_indices=table.indices(rows, counts),
+            kv_last_page_len=(ends - 1) % table.page_size + 1,
+        )
+        attention.prepare(_with_empty_slots(metadata, slots))
+
+    def _load_dummy(self, size: int, attention: Attention, *, slots: int) -> None:
+        nothing = np.zeros(0, np.int64)
+        names = ("rows", "host_ids", "positions", "kv_slots")
+        self.parts.buffers.fill(dict.fromkeys(names, nothing), real=0, padded=size)
+        page_size = self.parts.page_table.page_size
+        num_pages = -(-size // page_size)
+        metadata = AttentionBatch(
+            qo_indptr=np.array([0, size], np.int32),
+            kv_indptr=np.array([0, num_pages], np.int32),
+            kv_indices=np.zeros(num_pages, np.int32),
+            kv_last_page_len=np.array([(size - 1) % page_size + 1], np.int32),
+        )
+        attention.prepare(_with_empty_slots(metadata, slots))
+
+    def _forward(self, size: int, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+        parts, inputs = self.parts, self._inputs(size, attention)
+        rows, host_ids = parts.buffers.view("rows", size), parts.buffers.view("host_ids", size)
+
+        def forward() -> tuple[Tensor, ...]:
+            drawn = parts.last_tokens.index_select(0, rows)
+            torch.where(host_ids == FROM_DEVICE, drawn, host_ids, out=inputs.input_ids)
+            parts.model.forward(parts.kernels, inputs)
+            return (inputs.residual,)
+
+        return forward
+
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+        hidden = outputs[0]
+        ends = np.cumsum([chunk.length for chunk in batch.chunks])
+        last = [int(end) - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.samples]
+        logits = self.parts.buffers.view("logits", len(last))
+        if last:
+            index = torch.tensor(last).to(hidden.device, non_blocking=True)
+            self.parts.model.head(self.parts.kernels, hidden.index_select(0, index), logits)
+        return logits
+
+
+def _tokens(chunk: Chunk) -> list[int]:
+    known = chunk.request.tokens[chunk.start : chunk.end]
+    return known + [FROM_DEVICE] * (chunk.length - len(known))
+
+
+def _indptr(lengths: np.ndarray) -> np.ndarray:
+    indptr = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=indptr[1:])
+    return indptr
+
+
+def _with_empty_slots(batch: AttentionBatch, num_requests: int) -> AttentionBatch:
+    """Adds request slots without queries, each reading one token of the dummy page, up to `num_requests`."""
+    missing = num_requests - batch.num_requests
+    if missing <= 0:
+        return batch
+    last = batch.kv_indptr[-1]
+    return AttentionBatch(
+        qo_indptr=np.concatenate([batch.qo_indptr, np.full(missing, batch.qo_indptr[-1], np.int32)]),
+        kv_indptr=np.concatenate([batch.kv_indptr, np.arange(last + 1, last + missing + 1, dtype=np.int32)]),
+        kv_indices=np.concatenate([batch.kv_indices, np.full(missing, DUMMY_PAGE, np.int32)]),
+        kv_last_page_len=np.concatenate([batch.kv_last_page_len, np.ones(missing, np.int32)]),
+    )

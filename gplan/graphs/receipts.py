@@ -1,0 +1,48 @@
+"""Receipts: a replayed graph against the same forward run eagerly, at the same padded shape, with poisoned padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from formats.plan import Receipt
+from gplan.core import Batch, ShapeKey
+from gplan.errors import VerificationError
+from gplan.graphs.admission import Verdict
+from gplan.graphs.executor import Executor
+
+
+@torch.no_grad()
+def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Receipt:
+    """Replays `key` for each batch and compares with its forward run eagerly.
+
+    Before each of the two runs every buffer is filled with NaN and absurd ids, so that a row that padding should have
+    made harmless, and is not, shows.
+
+    Args:
+        batches: of at most the key's size.
+
+    Raises:
+        VerificationError: a difference; names key, batch and first differing row.
+    """
+    runner, buffers = executor.runner(key.phase), executor.parts.buffers
+    for batch in batches:
+        executor.sampler.ensure_last_tokens(batch.chunks)
+        buffers.poison()
+        expected = runner.execute_padded(batch, key).clone()
+        buffers.poison()
+        found = runner.execute(batch, Verdict(key))
+        if not torch.equal(found, expected):
+            raise _difference(key, batch, found, expected)
+    return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
+
+
+def _difference(key: ShapeKey, batch: Batch, found: Tensor, expected: Tensor) -> VerificationError:
+    row = int((found != expected).any(dim=-1).nonzero()[0])
+    gap = float((found[row].float() - expected[row].float()).abs().max())
+    return VerificationError(
+        f"key {key}: replay differs from eager in row {row} of a batch of {batch.size}, by {gap:.3g}",
+        "The graph of this key is not safe to replay here: plan again, and report it if it stays.",
+    )

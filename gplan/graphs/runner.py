@@ -1,0 +1,134 @@
+"""The owner of one phase: pads a batch to a key, fills static buffers, prepares attention, replays, slices.
+
+Everything both phases share is here; `decode` and `prefill` add how their inputs are laid out. A runner knows no
+backend's name and no kernel set's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from gplan.core import Batch, Phase, ShapeKey
+from gplan.graphs.admission import Admission, PhaseSetup, Verdict
+from gplan.graphs.capture.base import CaptureBackend
+from gplan.graphs.capture.breakable import graph_break
+from gplan.graphs.forward import ForwardParts
+from gplan.kernels.base import Attention
+from gplan.models.base import ForwardInputs
+
+
+class PhaseRunner(ABC):
+    """Runs the batches of one phase, replayed where a key admits them and eagerly elsewhere, with the same result."""
+
+    phase: ClassVar[Phase]
+
+    def __init__(self, parts: ForwardParts, setup: PhaseSetup, backend: CaptureBackend) -> None:
+        assert setup.phase is self.phase
+        self.parts, self.setup, self.backend = parts, setup, backend
+        self._admission = Admission(setup)
+        self._attentions: dict[ShapeKey, Attention] = {}
+        self._forwards: dict[ShapeKey, Callable[[], tuple[Tensor, ...]]] = {}
+        self._eager_attention = self._make_attention(setup.max_size, self._max_requests, in_graph=False)
+
+    # What a phase adds ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _make_attention(self, size: int, num_requests: int, *, in_graph: bool) -> Attention: ...
+
+    @abstractmethod
+    def _load(self, batch: Batch, size: int, attention: Attention, *, slots: int) -> None:
+        """Fills the slots, padded to `size`, and prepares attention."""
+
+    @abstractmethod
+    def _load_dummy(self, size: int, attention: Attention, *, slots: int) -> None:
+        """As `_load`, with padding alone."""
+
+    @abstractmethod
+    def _forward(self, size: int, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+        """The computation over the first `size` rows of the static buffers."""
+
+    @abstractmethod
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+        """[number of chunks that sample, vocab]: logits of the token after each."""
+
+    @property
+    def _max_requests(self) -> int:
+        return self.parts.limits.max_batch
+
+    # What both share --------------------------------------------------------------------------------------------
+
+    def can_run(self, batch: Batch) -> Verdict:
+        """The key that would be replayed, or the reason for running eagerly. Depends on the batch's sizes alone."""
+        return self._admission.verdict(batch)
+
+    def execute(self, batch: Batch, verdict: Verdict | None = None) -> Tensor:
+        """Runs a batch.
+
+        Args:
+            verdict: of `can_run`; another one forces a key that covers the batch, or eager execution.
+
+        Returns:
+            [n, vocab] logits of the chunks that sample, valid until the next step of either runner.
+        """
+        key = (verdict or self.can_run(batch)).key
+        if key is None:
+            self._load(batch, batch.size, self._eager_attention, slots=0)
+            return self._logits(batch, self._forward(batch.size, self._eager_attention)())
+        self._load(batch, key.size, self._attention_of(key), slots=self._slots_of(key))
+        return self._logits(batch, self.backend.replay(key))
+
+    def execute_padded(self, batch: Batch, key: ShapeKey) -> Tensor:
+        """As a replay of `key`, but running its forward eagerly: what the replay must equal to the bit."""
+        self._load(batch, key.size, self._attention_of(key), slots=self._slots_of(key))
+        return self._logits(batch, self._forwards[key]())
+
+    def warm_up(self, key: ShapeKey) -> None:
+        """Runs a key's forward on padding alone, so that what compiles or loads does so before capture."""
+        self._load_dummy(key.size, self._attention_of(key), slots=self._slots_of(key))
+        self._forward_of(key)()
+
+    def capture(self, key: ShapeKey) -> None:
+        """Captures one key of the setup, on padding alone."""
+        assert key in self.setup.keys, key
+        self._load_dummy(key.size, self._attention_of(key), slots=self._slots_of(key))
+        self.backend.capture(key, self._forward_of(key), len(self.parts.kv_pool.layers))
+
+    def tensors(self, key: ShapeKey) -> Iterator[tuple[str, Tensor]]:
+        """Named tensors, beside the shared ones, that the graph of `key` refers to."""
+        yield from self.backend.tensors(key)
+        for name, tensor in self._attention_of(key).tensors():
+            yield f"attention.{name}", tensor
+
+    def _attention_of(self, key: ShapeKey) -> Attention:
+        if self.backend.cuts_at_breaks:
+            return self._eager_attention
+        if key not in self._attentions:
+            slots = self._slots_of(key) or self._max_requests
+            self._attentions[key] = self._make_attention(key.size, slots, in_graph=True)
+        return self._attentions[key]
+
+    def _forward_of(self, key: ShapeKey) -> Callable[[], tuple[Tensor, ...]]:
+        if key not in self._forwards:
+            self._forwards[key] = self._forward(key.size, self._attention_of(key))
+        return self._forwards[key]
+
+    def _slots_of(self, key: ShapeKey) -> int:
+        """Request slots that the metadata of a key is padded to; 0 for none."""
+        return 0 if self.backend.cuts_at_breaks else min(self.setup.request_slots, key.size)
+
+    def _inputs(self, size: int, attention: Attention) -> ForwardInputs:
+        buffers = self.parts.buffers
+        return ForwardInputs(
+            input_ids=buffers.view("input_ids", size),
+            positions=buffers.view("positions", size),
+            kv_slots=buffers.view("kv_slots", size),
+            residual=buffers.view("residual", size),
+            attn_q=buffers.view("attn_q", size),
+            attn_out=buffers.view("attn_out", size),
+            kv_caches=self.parts.kv_pool.layers,
+            attend=graph_break(attention.run),
+        )

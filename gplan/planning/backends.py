@@ -1,0 +1,62 @@
+"""Which capture backend a phase gets: the fastest as measured at a few sizes, eager included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from formats.plan import BackendName, Rejection, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A backend's times at the probed sizes."""
+
+    backend: BackendName
+    times: Mapping[int, Timing]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The chosen backend, the sentence that says why, and the ones it beat."""
+
+    backend: BackendName
+    reason: str
+    rejected: tuple[Rejection, ...]
+
+
+def choose_backend(graphs: Sequence[Trial], eager: Trial) -> Verdict:
+    """Picks the backend with the least time, each size weighing the same relative to its eager time.
+
+    Graphs win a draw: eager is chosen only where it is faster than every graph by more than the measurements spread,
+    because a replay leaves the host free.
+    """
+    ratios = {trial.backend: _ratio(trial, eager) for trial in graphs}
+    if not ratios:
+        return Verdict("eager", "no graph backend may be used here", ())
+    best = min(ratios, key=lambda name: ratios[name])
+    noise = max(_noise(eager), *(_noise(trial) for trial in graphs))
+    if ratios[best] > 1 + noise:
+        rejected = tuple(Rejection(backend=n, reason=f"{_versus(r)} than eager") for n, r in ratios.items())
+        return Verdict(
+            "eager", f"eager is faster than every graph: {best} takes {ratios[best]:.2f} of its time", rejected
+        )
+    losers = [
+        Rejection(backend=n, reason=f"{_versus(r / ratios[best])} than {best}") for n, r in ratios.items() if n != best
+    ]
+    losers.append(Rejection(backend="eager", reason=f"{_versus(1 / ratios[best])} than {best}"))
+    sizes = ", ".join(str(size) for size in sorted(eager.times))
+    return Verdict(best, f"{ratios[best]:.2f} of the eager time over sizes {sizes}", tuple(losers))
+
+
+def _ratio(trial: Trial, eager: Trial) -> float:
+    ratios = [time.median_us / eager.times[size].median_us for size, time in trial.times.items()]
+    return sum(ratios) / len(ratios)
+
+
+def _noise(trial: Trial) -> float:
+    return max(time.spread_us / time.median_us for time in trial.times.values())
+
+
+def _versus(ratio: float) -> str:
+    return f"{ratio:.2f} times slower" if ratio >= 1 else f"{1 / ratio:.2f} times faster, within the noise,"

@@ -1,0 +1,193 @@
+"""A model loaded for measuring: takes memory as serve will, tries backends, captures ladders, weighs rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from formats.plan import BackendName, Bucket, Receipt
+from gplan.core import Batch, Phase, ShapeKey
+from gplan.errors import FitError
+from gplan.graphs.admission import PhaseSetup
+from gplan.graphs.assembly import (
+    Captured,
+    ExecutorConfig,
+    attach,
+    capture_all,
+    kernel_shape,
+    kv_layout,
+    static_nbytes,
+    take_memory,
+    workspace_nbytes,
+)
+from gplan.graphs.capture import make_graph_device
+from gplan.graphs.executor import Executor
+from gplan.graphs.receipts import check_key
+from gplan.kernels.base import KernelShape
+from gplan.models import load_model
+from gplan.planning.backends import Trial
+from gplan.planning.budget import Needs, most_useful_pages, pages_of
+from gplan.planning.options import Progress
+from gplan.planning.profiler import Patience, Profiler
+from gplan.planning.resolve import Resolved
+from gplan.units import format_size
+
+REQUEST_SLOTS = 16
+"""Requests of one prefill graph that holds its attention; steps with more run eagerly."""
+
+POOL_SHARE = 0.6
+"""Of the memory left beside weights and buffers, what the measuring KV pool may take at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The graphs that will be served: what capturing each took, its times, and its receipt."""
+
+    captured: tuple[Captured, ...]
+    buckets: dict[ShapeKey, Bucket]
+    receipts: tuple[Receipt, ...]
+
+    def pool_bytes(self, phase: Phase) -> int:
+        return sum(entry.pool_bytes for entry in self.captured if entry.key.phase is phase)
+
+
+class Bench:
+    """Weights and buffers of one model on one device, with made-up batches to run through them."""
+
+    def __init__(self, resolved: Resolved, patience: Patience, progress: Progress) -> None:
+        self.resolved, self._patience, self._progress = resolved, patience, progress
+        self.layout = kv_layout(resolved.spec, resolved.limits.page_size, resolved.dtype)
+        self._refuse_heavy_weights()
+        graphs = make_graph_device(resolved.device)
+        progress("load", 0, 1)
+        self._model = load_model(
+            resolved.checkpoint, resolved.spec, resolved.dtype, resolved.device, resolved.limits.max_len
+        )
+        progress("load", 1, 1)
+        self._config = self._measuring_config()
+        self._parts, self._sampler = take_memory(self._model, resolved.spec, self._config, lambda row, nbytes: None)
+        self._eager = attach(self._parts, self._sampler, graphs, self._config.decode, self._config.prefill)
+        self.profiler = self._profiler(self._eager)
+        progress("warm up", 0, 1)
+        self.profiler.warm_up_eager()
+        progress("warm up", 1, 1)
+        self._peaks = self.profiler.activation_peak()
+        self._non_torch = graphs.memory().non_torch
+
+    def trial(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> Trial:
+        """Times one backend at a few sizes; `eager` captures nothing."""
+        if backend == "eager":
+            return Trial(backend, {size: self.profiler.eager(phase, size) for size in sizes})
+        setup = self.setup(phase, backend, sizes)
+        other = self._empty_setup(Phase.PREFILL if phase is Phase.DECODE else Phase.DECODE)
+        executor = self._executor({phase: setup, other.phase: other})
+        profiler = self._profiler(executor)
+        times = {key.size: profiler.replay(key) for key in setup.keys}
+        executor.close()
+        return Trial(backend, times)
+
+    def measure(self, setups: dict[Phase, PhaseSetup]) -> Measured:
+        """Captures both phases as serve will, times every key and compares it with eager."""
+        executor = self._executor_of(setups)
+        captured = capture_all(executor, self._progress)
+        profiler = self._profiler(executor)
+        buckets, receipts = {}, []
+        for index, entry in enumerate(captured):
+            self._progress("measure", index, len(captured))
+            buckets[entry.key] = profiler.bucket(entry)
+            receipts.append(check_key(executor, entry.key, self._compositions(entry.key)))
+        self._progress("measure", len(captured), len(captured))
+        executor.close()
+        return Measured(captured, buckets, tuple(reversed(receipts)))
+
+    def needs(self, measured: Measured) -> Needs:
+        """Every ledger row but the KV pool's and the headroom, with how its figure came about."""
+        resolved, peaks = self.resolved, self._peaks
+        shape = self._shape(most_useful_pages(resolved.limits))
+        decode, prefill = peaks[Phase.DECODE], peaks[Phase.PREFILL]
+        return Needs(
+            rows={
+                "weights": (self._model.nbytes, "bytes of the loaded tensors"),
+                "non_torch": (self._non_torch, "this process outside the allocator, after warm-up"),
+                "workspace": (workspace_nbytes(resolved.kernels, shape), f"asked of the {resolved.kernels} kernels"),
+                "static_buffers": (static_nbytes(shape), "sum of the buffers' sizes"),
+                "activation_reserve": (
+                    max(decode, prefill),
+                    f"eager peaks: {format_size(decode)} at {resolved.limits.max_batch} requests, "
+                    f"{format_size(prefill)} at {resolved.limits.chunk} tokens, both with all of sampling",
+                ),
+                "graph_pool_decode": (measured.pool_bytes(Phase.DECODE), "growth of the graph pool while capturing"),
+                "graph_pool_prefill": (measured.pool_bytes(Phase.PREFILL), "growth of the graph pool while capturing"),
+            }
+        )
+
+    def setup(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> PhaseSetup:
+        """A phase with these sizes and nothing else decided."""
+        whole_prefill = phase is Phase.PREFILL and backend == "full"
+        return replace(
+            self._empty_setup(phase),
+            backend=backend,
+            keys=tuple(ShapeKey(phase, size) for size in sizes),
+            request_slots=min(REQUEST_SLOTS, self.resolved.limits.max_batch) if whole_prefill else 0,
+        )
+
+    def _empty_setup(self, phase: Phase) -> PhaseSetup:
+        limits = self.resolved.limits
+        most = limits.max_batch if phase is Phase.DECODE else limits.chunk
+        return PhaseSetup(phase=phase, backend="eager", keys=(), max_size=most)
+
+    def _executor_of(self, setups: dict[Phase, PhaseSetup]) -> Executor:
+        graphs = make_graph_device(self.resolved.device)
+        return attach(self._parts, self._sampler, graphs, setups[Phase.DECODE], setups[Phase.PREFILL])
+
+    def _executor(self, setups: dict[Phase, PhaseSetup]) -> Executor:
+        executor = self._executor_of(setups)
+        capture_all(executor, self._progress)
+        return executor
+
+    def _profiler(self, executor: Executor) -> Profiler:
+        return Profiler(executor, self.resolved.spec.vocab_size, self._patience)
+
+    def _compositions(self, key: ShapeKey) -> list[Batch]:
+        """Batches that a key must get right: one row, about half of them, all; short and long, cached or not."""
+        batches = self.profiler.batches
+        if key.phase is Phase.DECODE:
+            contexts = (0, self.profiler.context, self.profiler.context // 2)
+            sizes = sorted({1, (key.size + 1) // 2, key.size})
+            return [batches.decode(size, context) for size, context in zip(sizes, contexts, strict=False)]
+        limits = self.resolved.limits
+        slots = min(self.setup(key.phase, "full", ()).request_slots, key.size)
+        cached = max(0, min(limits.page_size + 3, limits.max_len - 2 - -(-key.size // slots)))
+        return [batches.prefill(1), batches.prefill(key.size), batches.ragged(max(1, key.size - 1), slots, cached)]
+
+    def _measuring_config(self) -> ExecutorConfig:
+        resolved = self.resolved
+        limits, context = resolved.limits, min(1024, resolved.limits.max_len - 1)
+        shape = self._shape(most_useful_pages(limits))
+        taken = self._model.nbytes + workspace_nbytes(resolved.kernels, shape) + static_nbytes(shape)
+        wanted = limits.max_batch * pages_of(context + 1, limits.page_size)
+        affordable = int((limits.memory_bytes - taken) * POOL_SHARE) // self.layout.bytes_per_page
+        return ExecutorConfig(
+            kernels=resolved.kernels,
+            dtype=resolved.dtype,
+            device=resolved.device,
+            limits=limits,
+            num_kv_pages=max(2, 1 + min(wanted, affordable)),
+            activation_reserve=0,
+            decode=self._empty_setup(Phase.DECODE),
+            prefill=self._empty_setup(Phase.PREFILL),
+        )
+
+    def _shape(self, num_pages: int) -> KernelShape:
+        resolved = self.resolved
+        return kernel_shape(resolved.spec, resolved.limits, num_pages, resolved.dtype, resolved.device)
+
+    def _refuse_heavy_weights(self) -> None:
+        resolved = self.resolved
+        nbytes = resolved.identity.num_parameters * resolved.dtype.itemsize
+        if nbytes > resolved.limits.memory_bytes:
+            raise FitError(
+                f"ledger row weights: needs {format_size(nbytes)}, the memory is "
+                f"{format_size(resolved.limits.memory_bytes)} in all",
+                "Give more with --memory.",
+            )

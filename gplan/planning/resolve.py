@@ -1,0 +1,210 @@
+"""From flags to decided values: device, kernels, dtype, limits and memory, each with why it is so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from formats.plan import BackendName, Choice, Limits, ModelIdentity
+from gplan.errors import GplanError
+from gplan.graphs.machine import device_memory
+from gplan.models import Headers, ModelSpec, read_headers, read_spec
+from gplan.planning.choices import Choices
+from gplan.planning.options import PlanOptions
+from gplan.units import format_size, parse_size
+
+KernelsName = Literal["reference", "flashinfer"]
+
+PAGE_SIZE = 16
+DEFAULT_MAX_BATCH = {"cpu": 16, "cuda": 256}
+DEFAULT_CHUNK = {"cpu": 256, "cuda": 2048}
+DEFAULT_MEMORY = {"cpu": "50%", "cuda": "90%"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "piecewise", "eager")
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A request for a plan with nothing left open but what is measured."""
+
+    checkpoint: str
+    headers: Headers
+    spec: ModelSpec
+    identity: ModelIdentity
+    device: torch.device
+    dtype: torch.dtype
+    kernels: KernelsName
+    limits: Limits
+    decode_backend: BackendName | None
+    prefill_backend: BackendName | None
+    choices: tuple[Choice, ...]
+
+
+def resolve(options: PlanOptions) -> Resolved:
+    """Decides everything that needs no measurement.
+
+    Raises:
+        GplanError: a flag that cannot be met, a checkpoint that cannot be read or is refused by name.
+    """
+    choices = Choices()
+    device = _device(options, choices)
+    headers = read_headers(options.checkpoint, hash_contents=options.hash_contents)
+    spec = read_spec(options.checkpoint, headers, options.max_len)
+    dtype = _dtype(options, spec, choices)
+    kernels = _kernels(options, spec, device, dtype, choices)
+    return Resolved(
+        checkpoint=options.checkpoint,
+        headers=headers,
+        spec=spec,
+        identity=headers.identity(spec),
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        limits=_limits(options, spec, device, choices),
+        decode_backend=_backend("decode", options.decode_backend, options.decode_buckets),
+        prefill_backend=_backend("prefill", options.prefill_backend, options.prefill_buckets),
+        choices=choices.entries,
+    )
+
+
+def _device(options: PlanOptions, choices: Choices) -> torch.device:
+    if options.device is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        choices.default("fingerprint.device", name, "a GPU was found" if name == "cuda" else "no GPU was found")
+        return torch.device(name)
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise GplanError(f"--device {options.device}: not a device that gplan runs on", "Use cpu, cuda or cuda:1.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise GplanError(
+            f"--device {options.device}: torch finds no GPU here", "Use --device cpu, or install a driver."
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise GplanError(
+            f"--device {options.device}: this machine has {torch.cuda.device_count()} GPUs", "Count them from 0."
+        )
+    choices.lock("fingerprint.device", device.type, "--device")
+    return device
+
+
+def _dtype(options: PlanOptions, spec: ModelSpec, choices: Choices) -> torch.dtype:
+    if options.dtype is None:
+        choices.default("dtype", spec.dtype, "the checkpoint's own")
+        return DTYPES[spec.dtype]
+    if options.dtype not in DTYPES:
+        raise GplanError(f"--dtype {options.dtype}: unknown", f"Use one of {', '.join(DTYPES)}.")
+    choices.lock("dtype", options.dtype, "--dtype")
+    return DTYPES[options.dtype]
+
+
+def _kernels(
+    options: PlanOptions, spec: ModelSpec, device: torch.device, dtype: torch.dtype, choices: Choices
+) -> KernelsName:
+    obstacle = _flashinfer_obstacle(spec, device, dtype)
+    if options.kernels is None:
+        if obstacle is None:
+            choices.default("kernels", "flashinfer", "the kernels for a GPU")
+            return "flashinfer"
+        choices.rule("kernels", "reference", obstacle)
+        return "reference"
+    if options.kernels == "reference":
+        choices.lock("kernels", "reference", "--kernels")
+        return "reference"
+    if options.kernels == "flashinfer":
+        if obstacle is not None:
+            raise GplanError(f"--kernels flashinfer: {obstacle}", "Leave out --kernels to let gplan choose.")
+        choices.lock("kernels", "flashinfer", "--kernels")
+        return "flashinfer"
+    raise GplanError(f"--kernels {options.kernels}: unknown", "Use reference or flashinfer.")
+
+
+def _flashinfer_obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return "flashinfer needs a GPU"
+    if dtype is torch.float32:
+        return "flashinfer computes attention in half precision only"
+    if spec.head_dim not in FLASHINFER_HEAD_DIMS:
+        return f"flashinfer has no kernels for head_dim {spec.head_dim}"
+    return None
+
+
+def _limits(options: PlanOptions, spec: ModelSpec, device: torch.device, choices: Choices) -> Limits:
+    kind = device.type
+    max_len = _positive("max_len", options.max_len, spec.max_position, "the model's own maximum", choices, least=2)
+    if max_len > spec.max_position:
+        raise GplanError(
+            f"--max-len {max_len}: the model was made for {spec.max_position} tokens",
+            "Ask for no more than that.",
+        )
+    max_batch = _positive(
+        "max_batch", options.max_batch, DEFAULT_MAX_BATCH[kind], f"the default for {kind}", choices, least=1
+    )
+    # A step of prompts cannot hold more than all rows at the longest prompt.
+    most = max_batch * (max_len - 1)
+    chunk = _positive(
+        "chunk",
+        options.chunk,
+        max(max_batch, min(DEFAULT_CHUNK[kind], most)),
+        f"the default for {kind}, cut to what a step can hold",
+        choices,
+        least=1,
+    )
+    if chunk < max_batch:
+        raise GplanError(
+            f"--chunk {chunk}: a step must hold a token of each of {max_batch} requests",
+            f"Use --chunk {max_batch} or more, or a smaller --max-batch.",
+        )
+    if chunk > most:
+        raise GplanError(
+            f"--chunk {chunk}: {max_batch} requests of at most {max_len - 1} prompt tokens hold only {most}",
+            f"Use --chunk {most} or less.",
+        )
+    page_size = _positive("page_size", options.page_size, PAGE_SIZE, "the default", choices, least=1)
+    memory = _memory(options, device, choices)
+    return Limits(max_batch=max_batch, max_len=max_len, chunk=chunk, page_size=page_size, memory_bytes=memory)
+
+
+def _positive(field: str, given: int | None, default: int, reason: str, choices: Choices, *, least: int) -> int:
+    flag = f"--{field.replace('_', '-')}"
+    if given is None:
+        choices.default(f"limits.{field}", default, reason)
+        return default
+    if given < least:
+        raise GplanError(f"{flag} {given}: must be at least {least}", f"Use {flag} {least} or more.")
+    choices.lock(f"limits.{field}", given, flag)
+    return given
+
+
+def _memory(options: PlanOptions, device: torch.device, choices: Choices) -> int:
+    total, _ = device_memory(device)
+    text = options.memory or DEFAULT_MEMORY[device.type]
+    nbytes = parse_size(text, total)
+    if nbytes > total:
+        raise GplanError(
+            f"--memory {text}: the device has {format_size(total)} in all", "Ask for less, or write a percentage."
+        )
+    if options.memory is None:
+        choices.default("limits.memory_bytes", nbytes, f"{text} of the device")
+    else:
+        choices.lock("limits.memory_bytes", nbytes, "--memory")
+    return nbytes
+
+
+def _backend(phase: str, given: str | None, buckets: tuple[int, ...] | None) -> BackendName | None:
+    if given is None:
+        return None
+    for name in BACKENDS:
+        if name == given:
+            if name == "eager" and buckets:
+                raise GplanError(
+                    f"--{phase}-backend eager captures nothing, yet --{phase}-buckets asks for graphs",
+                    "Leave out one of the two.",
+                )
+            return name
+    raise GplanError(f"--{phase}-backend {given}: unknown", f"Use one of {', '.join(BACKENDS)}.")

@@ -1,0 +1,88 @@
+"""Compatibility rules: what may not be combined, in one table.
+
+A rule may strike a backend from the candidates of a phase. It never overrules a user: a rule against a lock is an
+error that names the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from formats.plan import BackendName, Rejection
+from gplan.core import Phase
+from gplan.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What rules may look at."""
+
+    device: str
+    kernels: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Forbids `backends` in `phases` where `applies`."""
+
+    name: str
+    phases: tuple[Phase, ...]
+    backends: tuple[BackendName, ...]
+    applies: Callable[[Facts], bool]
+    reason: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "reference-reads-lengths-on-the-host",
+        (Phase.DECODE, Phase.PREFILL),
+        ("full",),
+        lambda facts: facts.kernels == "reference" and facts.device == "cuda",
+        "the reference kernels read lengths on the host, which a CUDA graph cannot replay",
+    ),
+    Rule(
+        "no-compiler",
+        (Phase.DECODE, Phase.PREFILL),
+        ("piecewise",),
+        lambda facts: True,
+        "this version of gplan does not compile models",
+    ),
+)
+
+CANDIDATES: dict[Phase, tuple[BackendName, ...]] = {
+    Phase.DECODE: ("full",),
+    Phase.PREFILL: ("breakable", "full"),
+}
+"""Graph backends measured where the user fixed none. Decode varies in requests alone: nothing is gained by cutting."""
+
+
+def candidates(phase: Phase, locked: BackendName | None, facts: Facts) -> tuple[BackendName, ...]:
+    """Backends to measure for a phase; the locked one alone where the user fixed it.
+
+    Raises:
+        UnsupportedError: a rule forbids what the user fixed.
+    """
+    if locked is None:
+        return tuple(name for name in CANDIDATES[phase] if broken_rule(phase, name, facts) is None)
+    rule = broken_rule(phase, locked, facts)
+    if rule is not None:
+        raise UnsupportedError(
+            f"--{phase}-backend {locked}: {rule.reason} (rule {rule.name})",
+            f"Leave out --{phase}-backend to let gplan choose.",
+        )
+    return (locked,)
+
+
+def rejections(phase: Phase, facts: Facts) -> tuple[Rejection, ...]:
+    """Backends that rules strike, with their reasons."""
+    names: tuple[BackendName, ...] = ("full", "breakable", "piecewise")
+    broken = ((name, broken_rule(phase, name, facts)) for name in names)
+    return tuple(Rejection(backend=name, reason=f"{rule.reason} (rule {rule.name})") for name, rule in broken if rule)
+
+
+def broken_rule(phase: Phase, backend: BackendName, facts: Facts) -> Rule | None:
+    """The first rule that forbids a backend, if any."""
+    matching = (rule for rule in RULES if phase in rule.phases and backend in rule.backends)
+    return next((rule for rule in matching if rule.applies(facts)), None)

@@ -1,0 +1,58 @@
+"""What is checked before a byte is spent: that checkpoint and machine are the ones that were planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from formats.drift import Drift, diff_plan, refusals
+from formats.plan import Plan
+from gplan.errors import DriftError
+from gplan.graphs.machine import read_fingerprint
+from gplan.models import ModelSpec, read_headers, read_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found.
+
+    Attributes:
+        drifts: every difference, advisory ones included.
+        refused: those that stand against serving.
+        accepted: those that would, had the user not accepted them by name.
+    """
+
+    spec: ModelSpec
+    drifts: tuple[Drift, ...]
+    refused: tuple[Drift, ...]
+    accepted: tuple[Drift, ...]
+
+    def require(self) -> None:
+        """
+        Raises:
+            DriftError: names every refused field, planned and found.
+        """
+        if self.refused:
+            lines = "\n".join(f"  {drift.sentence}" for drift in self.refused)
+            raise DriftError(
+                f"this is not what was planned for:\n{lines}",
+                "Plan again here with gplan plan, or accept a field by name with --accept-drift FIELD.",
+            )
+
+
+def inspect(plan: Plan, checkpoint: str, accept: Collection[str] = ()) -> Preflight:
+    """Compares a plan with a checkpoint and with this machine; loads no weights.
+
+    Raises:
+        GplanError: the checkpoint cannot be read.
+        UnknownFieldError: a name in `accept` that cannot be accepted.
+    """
+    headers = read_headers(checkpoint, hash_contents=bool(plan.model.content_digest))
+    spec = read_spec(checkpoint, headers, plan.limits.max_len)
+    device = torch.device(plan.fingerprint.device)
+    drifts = diff_plan(plan, headers.identity(spec), read_fingerprint(device, plan.kernels))
+    refused = refusals(drifts, accept)
+    accepted = tuple(drift for drift in refusals(drifts) if drift not in refused)
+    return Preflight(spec, drifts, refused, accepted)

@@ -1,0 +1,88 @@
+"""From a plan to an executor that is ready: memory in the planned order, graphs, and proof that both are as planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from formats.drift import Drift
+from formats.plan import Plan
+from gplan.core import Phase
+from gplan.graphs.admission import PhaseSetup
+from gplan.graphs.assembly import ExecutorConfig, Progress, build
+from gplan.graphs.capture import make_graph_device
+from gplan.graphs.executor import Executor
+from gplan.graphs.receipts import check_key
+from gplan.graphs.synthetic import BatchMaker
+from gplan.memory.ledger import LedgerEntry, MemoryLedger
+from gplan.models import load_model
+from gplan.serving.preflight import inspect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """An executor, and what `/server_info` tells of how it came about."""
+
+    executor: Executor
+    ledger: tuple[LedgerEntry, ...]
+    drifts: tuple[Drift, ...]
+    accepted: tuple[Drift, ...]
+    seconds: float
+
+
+def start_executor(plan: Plan, checkpoint: str, progress: Progress, accept: Collection[str] = ()) -> Ready:
+    """Checks, loads, takes memory, captures, and proves it.
+
+    Raises:
+        DriftError: checkpoint or machine are not those planned for.
+        FitError: a ledger row took more than planned, beyond tolerance.
+        CaptureError, VerificationError: a graph could not be captured, or differs from eager execution.
+    """
+    started = time.perf_counter()
+    preflight = inspect(plan, checkpoint, accept)
+    preflight.require()
+    device, dtype = torch.device(plan.fingerprint.device), getattr(torch, plan.dtype)
+    ledger = MemoryLedger({row.name: row.planned_bytes for row in plan.ledger})
+    graphs = make_graph_device(device)
+    progress("load", 0, 1)
+    model = load_model(checkpoint, preflight.spec, dtype, device, plan.limits.max_len)
+    ledger.book("weights", model.nbytes)
+    progress("load", 1, 1)
+    config = ExecutorConfig(
+        kernels=plan.kernels,
+        dtype=dtype,
+        device=device,
+        limits=plan.limits,
+        num_kv_pages=plan.num_kv_pages,
+        activation_reserve=plan.planned_bytes("activation_reserve"),
+        decode=PhaseSetup.from_plan(plan.decode),
+        prefill=PhaseSetup.from_plan(plan.prefill),
+    )
+    executor = build(model, preflight.spec, config, graphs, ledger.book, progress)
+    ledger.book("non_torch", graphs.memory().non_torch)
+    ledger.check()
+    recheck_receipts(executor, preflight.spec.vocab_size)
+    return Ready(
+        executor=executor,
+        ledger=ledger.entries(),
+        drifts=preflight.drifts,
+        accepted=preflight.accepted,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def recheck_receipts(executor: Executor, vocab_size: int) -> None:
+    """Replays the smallest and the largest key of each phase against eager, on a full batch each.
+
+    Raises:
+        VerificationError: one of them differs.
+    """
+    parts = executor.parts
+    batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
+    for runner in (executor.decode, executor.prefill):
+        for key in dict.fromkeys((*runner.setup.keys[:1], *runner.setup.keys[-1:])):
+            decode = key.phase is Phase.DECODE
+            check_key(executor, key, [batches.decode(key.size, 0) if decode else batches.prefill(key.size)])
