@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gplan.graphs.capture.dispatch import tensors_in
+from gplan.graphs.capture.dispatch import DispatchMode, tensors_in
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
@@ -137,7 +136,7 @@ class _Seen(Exception):  # noqa: N818
         self.func = func
 
 
-class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Probe(DispatchMode):
     """Stops at the first operator that is dispatched."""
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +146,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _first_dispatched(binding: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload | None:
     """The operator that a call would reach, without reaching it; None for arguments that are not taken."""
     try:
-        with _Probe():  # type: ignore[no-untyped-call]
+        with _Probe():
             binding(*args, **kwargs)
     except _Seen as seen:
         return seen.func

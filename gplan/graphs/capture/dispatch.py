@@ -12,7 +12,22 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def decompose(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode without the wrapper that keeps the compiler out of it: that one imports the compiler when the
+    first operator comes by, which takes seconds of start-up."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+def decompose(mode: DispatchMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a composite operator under `mode` again, which then sees what it is made of; NotImplemented for any other.
 
     Under `no_grad` composites are taken apart before a dispatch mode is asked; under `inference_mode` they are not.
@@ -20,7 +35,8 @@ def decompose(mode: TorchDispatchMode, func: OpOverload, args: tuple[Any, ...], 
     if not _is_composite(func):
         return NotImplemented
     with mode:
-        return func.decompose(*args, **kwargs)
+        # Not `func.decompose`: it prefers decompositions in Python, which may round otherwise than eager execution.
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

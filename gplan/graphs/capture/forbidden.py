@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _HOST_READS: frozenset[object] = frozenset(
     getattr(Tensor, name)
     for name in (
-        *("cpu", "numpy", "tolist", "item", "__array__", "__dlpack__"),
+        *("cpu", "numpy", "tolist", "item", "__array__", "__dlpack__", "__repr__", "__format__"),
         *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
     )
 )

@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gplan.graphs.capture.dispatch import decompose, storage_of, tensors_in
+from gplan.graphs.capture.dispatch import DispatchMode, decompose, storage_of, tensors_in
 
 
-class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PeakMeter(DispatchMode):
     """Counts the bytes of tensors that were allocated under it and still live. `peak` is the most there were at once.
 
     Custom operators are looked into: their kernels are Python, and what those allocate would be memory of a GPU too.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live = 0
         self.peak = 0
         self._nbytes: dict[int, int] = {}

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.errors import CaptureError
 from gplan.graphs.capture.arena import POISON, Arena, Block
 from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment
 from gplan.graphs.capture.binding import Call, bind, bind_into
-from gplan.graphs.capture.dispatch import decompose, map_tensors, storage_of, tensors_in
+from gplan.graphs.capture.dispatch import DispatchMode, decompose, map_tensors, storage_of, tensors_in
 from gplan.graphs.capture.forbidden import HostAccess, check_recordable
 from gplan.graphs.capture.peak import PeakMeter
 from gplan.graphs.machine import host_memory
@@ -185,7 +184,7 @@ class TapeSegment(Segment):
         return iter(self._outside)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(DispatchMode):
     """Runs each operator, moves what it allocated into the arena, and keeps a call that does it again.
 
     Kept calls refer to memory, never to the caller's tensors: those of the arena must be free to die, and the others'
@@ -193,7 +192,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[Call] = []
         self.outside: dict[int, tuple[str, Tensor]] = {}
         self._arena = arena

@@ -4,7 +4,7 @@ from memory, views, in-place updates, reductions; over static buffers that all s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from gplan.core import Phase, ShapeKey
 from gplan.graphs.buffers import Slot, StaticBuffers
 from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.capture.breakable import graph_break
-from gplan.graphs.padding import SENTINEL, STALE, ZERO, Padding
+from gplan.graphs.padding import SENTINEL, STALE, ZERO
 
 MAX, HIDDEN, HEADS, VOCAB, LENGTH, LAYERS = 16, 32, 4, 50, 8, 3
 DUMMY = 0
@@ -70,7 +70,7 @@ def make_step(seed: int, size: int) -> Step:
 class Toy(nn.Module):
     """The model with its buffers and cache. `num_forwards` counts how often its Python ran."""
 
-    def __init__(self, device: torch.device, **padding: Padding) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         torch.manual_seed(0)
         written_first = STALE("every row is written before it is read")
@@ -83,7 +83,6 @@ class Toy(nn.Module):
             Slot("attended", (MAX, HIDDEN), torch.float32, axis=0, padding=written_first),
             Slot("logits", (MAX, VOCAB), torch.float32, axis=0, padding=written_first),
         )
-        slots = tuple(replace(slot, padding=padding.get(slot.name, slot.padding)) for slot in slots)
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
         self.to(device)
