@@ -43,6 +43,13 @@ class PageAccount:
         assert len(held) == before + count, "a page was given out twice"
         return taken
 
+    def take_one(self) -> int:
+        """As `take(1)[0]`."""
+        page = self._free.pop()
+        assert page not in self._held, "a page was given out twice"
+        self._held.add(page)
+        return page
+
     def give_back(self, pages: Sequence[int]) -> None:
         """Takes pages back, each of which must have been given out."""
         held = self._held

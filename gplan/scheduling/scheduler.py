@@ -30,29 +30,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from formats.plan import Limits
 from gplan.core import DUMMY_ROW, Batch, Chunk, FinishReason, Phase, Request
 from gplan.errors import FitError, GplanError
+from gplan.scheduling.entry import Decoders, Entry
 from gplan.scheduling.pages import PageAccount
 
 
-class _Entry:
-    """What the scheduler knows of a request beside the request itself.
+class Advance(NamedTuple):
+    """A step that was decided and taken for done, without a batch.
 
     Attributes:
-        end: the request's length when it has all its tokens.
-        pages: `request.pages` as a tuple, shared by the chunks of all steps until a page is added.
-        capacity: tokens that these pages hold.
+        size: requests in decode, tokens in prefill.
+        num_decodes: requests that decoded.
+        cached_tokens: tokens already in the KV pool that the step's requests read.
+        prompts: requests that got the first token after their prompt, or after computing their tokens again.
+        complete: requests that got their last token.
+        preempted: requests that gave their pages back.
     """
 
-    __slots__ = ("capacity", "end", "pages", "request")
-
-    def __init__(self, request: Request, end: int) -> None:
-        self.request = request
-        self.end = end
-        self.pages: tuple[int, ...] = ()
-        self.capacity = 0
+    phase: Phase
+    size: int
+    num_decodes: int
+    cached_tokens: int
+    prompts: list[Request]
+    complete: list[Request]
+    preempted: list[Request]
 
 
 class Scheduler:
@@ -74,12 +79,13 @@ class Scheduler:
         self._pages = PageAccount(num_pages)
         _check_limits(limits, self._pages.capacity)
         self._rows = list(range(limits.max_batch, DUMMY_ROW, -1))
-        self._entries: dict[str, _Entry] = {}
-        self._waiting: deque[_Entry] = deque()
-        self._prefilling: list[_Entry] = []
-        self._decoding: list[_Entry] = []
-        self._complete: list[_Entry] = []
+        self._entries: dict[str, Entry] = {}
+        self._waiting: deque[Entry] = deque()
+        self._prefilling: list[Entry] = []
+        self._decoders = Decoders(limits.page_size)
+        self._complete: list[Entry] = []
         """Whose last token is under way; they still hold their rows and pages."""
+        self._num_growing = 0
         self.num_preemptions = 0
 
     @property
@@ -93,7 +99,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._decoding) + len(self._prefilling) + len(self._complete)
+        return len(self._decoders) + len(self._prefilling) + len(self._complete)
 
     @property
     def num_free_pages(self) -> int:
@@ -106,7 +112,7 @@ class Scheduler:
         assert request.params.max_tokens >= 1
         assert request.finish_reason is None
         end = min(request.prompt_len + request.params.max_tokens, self.limits.max_len)
-        entry = self._entries[request.id] = _Entry(request, end)
+        entry = self._entries[request.id] = Entry(request, end)
         self._waiting.append(entry)
 
     def abort(self, request_id: str) -> None:
@@ -117,18 +123,19 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can run before a result is read or a request arrives."""
-        for entry in self._complete:
-            self._release(entry)
-        self._complete.clear()
+        self._release_complete()
         self._make_room_for_decodes()
-        decodes = self._decoding
-        prefills = self._fill(self.limits.chunk - len(decodes))
-        if not decodes and not prefills:
+        prompts = self._fill(self.limits.chunk - len(self._decoders))
+        if not prompts and not self._decoders:
             return None
-        decoded = [self._advance(entry, 1) for entry in decodes]
-        prefilled = [self._advance(entry, length) for entry, length in prefills]
-        self._file(num_prompts_done=sum(chunk.samples for chunk in prefilled))
-        return Batch(Phase.PREFILL if prefills else Phase.DECODE, (*decoded, *prefilled))
+        chunks = [self._advance(entry, 1) for entry in self._decoders.entries]
+        self._complete = self._decoders.step()
+        for entry, length in prompts:
+            chunk = self._advance(entry, length)
+            chunks.append(chunk)
+            if chunk.samples:
+                self._end_prompt(entry)
+        return Batch(Phase.PREFILL if prompts else Phase.DECODE, tuple(chunks))
 
     def update(self, batch: Batch, tokens: Sequence[int]) -> list[Request]:
         """Takes a step's results in. Steps come back in the order in which they were scheduled.
@@ -153,64 +160,113 @@ class Scheduler:
                 finished.append(request)
         return finished
 
+    def advance(self) -> Advance | None:
+        """Decides the next step exactly as `schedule` does and takes its results for read, with tokens that end
+        nothing: for simulations. No batch is built, tokens are counted and not kept. Not to be mixed with `schedule`.
+        """
+        self._release_complete()
+        preempted = self._make_room_for_decodes()
+        num_decodes, cached_tokens = len(self._decoders), self._decoders.cached_tokens
+        prompts = self._fill(self.limits.chunk - num_decodes)
+        if not prompts and not num_decodes:
+            return None
+        self._complete = self._decoders.step()
+        size, ended = num_decodes, []
+        for entry, length in prompts:
+            request = entry.request
+            size += length
+            cached_tokens += request.cached_len
+            request.cached_len += length
+            if request.cached_len == len(request.tokens):
+                request.tokens.append(0)
+                ended.append(request)
+                self._end_prompt(entry)
+        complete = [entry.request for entry in self._complete]
+        for request in complete:
+            del self._entries[request.id]
+        phase = Phase.PREFILL if prompts else Phase.DECODE
+        return Advance(phase, size, num_decodes, cached_tokens, ended, complete, preempted)
+
     def check(self) -> None:
         """Pages and rows add up: none lost, none shared, none of the dummies given out. Looks at all: for tests."""
         self._pages.check()
-        holders = [*self._decoding, *self._prefilling, *self._complete]
-        pages = [page for entry in holders for page in entry.pages]
+        holders = [*self._decoders.entries, *self._prefilling, *self._complete]
+        pages = [page for entry in holders for page in entry.request.pages]
         assert len(pages) == len(set(pages)) == self._pages.num_held, "a page is shared or lost"
         rows = [entry.request.row for entry in holders]
         assert sorted(rows + self._rows) == list(range(1, self.limits.max_batch + 1)), "a row is shared or lost"
+        assert self._num_growing == sum(entry.capacity < entry.end - 1 for entry in holders)
         for entry in holders:
-            assert list(entry.pages) == entry.request.pages
-            assert entry.capacity == len(entry.pages) * self.limits.page_size >= entry.request.cached_len
+            assert entry.pages is None or list(entry.pages) == entry.request.pages
+            assert entry.capacity == len(entry.request.pages) * self.limits.page_size >= entry.request.cached_len
         for entry in self._waiting:
-            assert (entry.pages, entry.request.row, entry.request.cached_len) == ((), DUMMY_ROW, 0)
+            assert (entry.request.pages, entry.request.row, entry.request.cached_len) == ([], DUMMY_ROW, 0)
+        lengths = [self._decoders.cached_len(entry) for entry in self._decoders.entries]
+        assert self._decoders.cached_tokens == sum(lengths)
 
     # Pages and rows ---------------------------------------------------------------------------------------------
 
-    def _make_room_for_decodes(self) -> None:
-        """Gives each decode the page it needs; the youngest yield while there are too few.
+    def _make_room_for_decodes(self) -> list[Request]:
+        """Gives each decode the page it needs; the youngest yield while there are too few. Returns those that did.
 
         None that yields can be admitted again in the same step: without its pages there were too few, so fewer than
         it gave back remain.
         """
-        short = [entry for entry in self._decoding if entry.request.cached_len == entry.capacity]
-        while len(short) > self._pages.num_free:
-            youngest = self._preempt_youngest()
-            if short[-1] is youngest:
-                short.pop()
-        for entry in short:
-            self._grow(entry, 1)
+        preempted = []
+        while len(self._decoders.short()) > self._pages.num_free:
+            preempted.append(self._preempt_youngest())
+        for entry in self._decoders.short():
+            self._hold(entry, (self._pages.take_one(),))
+        return preempted
 
-    def _preempt_youngest(self) -> _Entry:
-        entry = (self._prefilling or self._decoding).pop()
+    def _preempt_youngest(self) -> Request:
+        if self._prefilling:
+            entry = self._prefilling.pop()
+            request = entry.request
+        else:
+            entry = self._decoders.entries[-1]
+            request = entry.request
+            missing = self._decoders.cached_len(entry) - request.cached_len
+            request.tokens += [0] * missing  # of `advance`, which only counted them
+            self._decoders.leave(entry)
         self._release(entry)
-        entry.request.cached_len = 0
-        entry.request.num_preemptions += 1
+        request.cached_len = 0
+        request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(entry)
-        return entry
+        entry.waiting = True
+        return request
 
-    def _grow(self, entry: _Entry, count: int) -> None:
-        entry.request.pages += self._pages.take(count)
-        entry.pages = tuple(entry.request.pages)
-        entry.capacity = len(entry.pages) * self.limits.page_size
+    def _hold(self, entry: Entry, pages: Sequence[int]) -> None:
+        entry.request.pages += pages
+        entry.pages = None
+        entry.capacity += len(pages) * self.limits.page_size
+        grows = entry.capacity < entry.end - 1
+        if grows != entry.grows:
+            entry.grows = grows
+            self._num_growing += 1 if grows else -1
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: Entry) -> None:
         request = entry.request
-        self._pages.give_back(entry.pages)
+        self._pages.give_back(request.pages)
         self._rows.append(request.row)
         request.row = DUMMY_ROW
         request.pages.clear()
-        entry.pages, entry.capacity = (), 0
+        entry.pages, entry.capacity = None, 0
+        self._num_growing -= entry.grows
+        entry.grows = False
+
+    def _release_complete(self) -> None:
+        for entry in self._complete:
+            self._release(entry)
+        self._complete = []
 
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_size)
 
     # Prompts ----------------------------------------------------------------------------------------------------
 
-    def _fill(self, budget: int) -> list[tuple[_Entry, int]]:
+    def _fill(self, budget: int) -> list[tuple[Entry, int]]:
         """Shares `budget` tokens out among prompts: (entry, tokens) in order of arrival."""
         parts = []
         for entry in self._prefilling:
@@ -233,21 +289,20 @@ class Scheduler:
         if entry.request.num_pending:
             return False
         needed = self._pages_of(entry.request.num_tokens)
-        growing = int(needed * self.limits.page_size < entry.end - 1)
-        growing += sum(other.capacity < other.end - 1 for other in self._decoding)
-        growing += sum(other.capacity < other.end - 1 for other in self._prefilling)
+        growing = self._num_growing + (needed * self.limits.page_size < entry.end - 1)
         return needed + growing <= self._pages.num_free
 
-    def _admit(self) -> _Entry:
+    def _admit(self) -> Entry:
         entry = self._waiting.popleft()
+        entry.waiting = False
         entry.request.row = self._rows.pop()
-        self._grow(entry, self._pages_of(entry.request.num_tokens))
+        self._hold(entry, self._pages.take(self._pages_of(entry.request.num_tokens)))
         self._prefilling.append(entry)
         return entry
 
     # Steps and results ------------------------------------------------------------------------------------------
 
-    def _advance(self, entry: _Entry, length: int) -> Chunk:
+    def _advance(self, entry: Entry, length: int) -> Chunk:
         """Moves a request's lengths past a chunk, as if the step were done."""
         request = entry.request
         start = request.cached_len
@@ -255,19 +310,19 @@ class Scheduler:
         samples = end == len(request.tokens) + request.num_pending
         if samples:
             request.num_pending += 1
-            pages = entry.pages
-        else:
-            pages = entry.pages[: self._pages_of(end)]
-        return Chunk(request, start, length, pages, samples)
+            if entry.pages is None:
+                entry.pages = tuple(request.pages)
+            return Chunk(request, start, length, entry.pages, True)
+        return Chunk(request, start, length, tuple(request.pages[: self._pages_of(end)]), False)
 
-    def _file(self, *, num_prompts_done: int) -> None:
-        """Files the requests of a step under what comes next for each: its prompt, a decode, or nothing more."""
-        sampled = self._decoding + self._prefilling[:num_prompts_done]
-        del self._prefilling[:num_prompts_done]
-        self._complete = [entry for entry in sampled if entry.request.cached_len + 1 == entry.end]
-        if self._complete:
-            sampled = [entry for entry in sampled if entry.request.cached_len + 1 < entry.end]
-        self._decoding = sampled
+    def _end_prompt(self, entry: Entry) -> None:
+        """Files the oldest request that prefills under what comes next: decodes, or nothing more."""
+        assert self._prefilling[0] is entry
+        del self._prefilling[0]
+        if entry.request.cached_len + 1 == entry.end:
+            self._complete.append(entry)
+        else:
+            self._decoders.join(entry)
 
     def _take(self, request: Request, token: int) -> FinishReason | None:
         request.num_pending -= 1
@@ -276,12 +331,15 @@ class Scheduler:
         request.tokens.append(token)
         return FinishReason.LENGTH if len(request.tokens) == self._entries[request.id].end else None
 
-    def _finish(self, entry: _Entry, reason: FinishReason) -> None:
+    def _finish(self, entry: Entry, reason: FinishReason) -> None:
         """Ends a request wherever it is. Tokens of it that are still under way will be dropped."""
-        for queue in (self._complete, self._decoding, self._prefilling, self._waiting):
-            if entry in queue:
-                queue.remove(entry)
-                break
+        if entry.base is not None:
+            self._decoders.leave(entry)
+        elif entry.waiting:
+            self._waiting.remove(entry)
+        elif entry.request.is_running:
+            queue = self._complete if entry in self._complete else self._prefilling
+            queue.remove(entry)
         if entry.request.is_running:
             self._release(entry)
         entry.request.num_pending = 0
