@@ -25,7 +25,6 @@ from gplan.planning.resolve import Resolved, resolve
 from gplan.planning.rules import Facts, candidates, rejections
 from gplan.units import format_size
 
-
 LADDER_PADDING = {"cpu": 1.0, "cuda": 0.25}
 """How much larger than the bucket below a bucket of the default ladder is; capturing on a CPU runs every size."""
 
@@ -38,7 +37,7 @@ class PhaseDecision:
     rejected: tuple[Rejection, ...]
 
 
-def make_plan(options: PlanOptions, progress: Progress) -> Plan:
+def make_plan(options: PlanOptions, progress: Progress, patience: Patience | None = None) -> Plan:
     """Plans a checkpoint for this machine.
 
     Raises:
@@ -50,7 +49,7 @@ def make_plan(options: PlanOptions, progress: Progress) -> Plan:
     choices = Choices(resolved.choices)
     ladders = {phase: _ladder(phase, options, resolved, choices) for phase in Phase}
     fingerprint = read_fingerprint(resolved.device, resolved.kernels)
-    bench = Bench(resolved, Patience(), progress)
+    bench = Bench(resolved, patience or Patience(), progress)
     decisions = {phase: _decide(bench, phase, ladders[phase], choices) for phase in Phase}
     measured = bench.measure({phase: decision.setup for phase, decision in decisions.items()})
     budget = fill_ledger(resolved.limits.memory_bytes, bench.needs(measured), bench.layout, resolved.limits)

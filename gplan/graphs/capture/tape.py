@@ -64,7 +64,6 @@ class TapeDevice(GraphDevice):
         self._modes = ExitStack()
         self._in_session = False
         self._closed = False
-        self._resident_before = _resident_nbytes()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -147,10 +146,10 @@ class TapeDevice(GraphDevice):
 
     def memory(self) -> DeviceMemory:
         """Host memory. No allocator tells live from cached bytes here, so `allocated` equals `reserved`: what the
-        process has grown by since this device was made; `non_torch` is what it held before."""
+        process holds itself. `non_torch` is what it maps from files: code and libraries."""
         total, free = host_memory()
-        grown = max(0, _resident_nbytes() - self._resident_before)
-        return DeviceMemory(total, free, allocated=grown, reserved=grown, non_torch=self._resident_before)
+        private, mapped = _resident_nbytes()
+        return DeviceMemory(total, free, allocated=private, reserved=private, non_torch=mapped)
 
     def synchronize(self) -> None:
         if self._recorder is not None:
@@ -228,8 +227,12 @@ class _Recorder(DispatchMode):
         return alias
 
 
-def _resident_nbytes() -> int:
+def _resident_nbytes() -> tuple[int, int]:
+    """Resident bytes of this process: its own, and those mapped from files; all its own where the system does not
+    tell them apart."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        _, resident, shared = (int(word) for word in Path("/proc/self/statm").read_text().split()[:3])
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    return (resident - shared) * page, shared * page
