@@ -1,0 +1,82 @@
+"""`gplan plan` on a tiny checkpoint: the file, what goes to which stream, and the refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cli.main import cli
+from formats.container import read_plan
+from formats.plan import plan_id
+from tests.checkpoints import make_checkpoint
+from tests.cli.command import gplan
+
+LIMITS = ("--max-batch", "2", "--max-len", "32", "--chunk", "8", "--device", "cpu")
+LOCKS = ("--decode-backend", "full", "--prefill-backend", "breakable", "--prefill-buckets", "4,8")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_plan_is_written_and_leads_on(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "tiny.gplan"
+    done = gplan("plan", checkpoint, "-o", output, "--memory", "1GiB", *LIMITS, *LOCKS)
+    assert done.returncode == 0, done.stderr
+    plan = read_plan(output)
+    assert done.stdout == f"{plan_id(plan)}  {output}\n"
+    assert f"next: gplan serve {output} --checkpoint {checkpoint}" in done.stderr
+    assert "capture: done in" in done.stderr
+    assert (plan.limits.max_batch, plan.limits.max_len, plan.limits.chunk) == (2, 32, 8)
+    assert plan.limits.memory_bytes == 1 << 30
+    assert (plan.decode.backend, plan.prefill.backend) == ("full", "breakable")
+    assert [bucket.size for bucket in plan.prefill.ladder] == [4, 8]
+    locked = {choice.field for choice in plan.choices if choice.basis == "locked"}
+    assert {"decode.backend", "prefill.backend", "prefill.ladder", "limits.max_len"} <= locked
+    assert plan.model.source == "tiny"
+    assert str(tmp_path) not in gplan("show", output, "--json").stdout
+
+
+def test_too_little_memory_is_4_and_names_the_row(checkpoint: Path, tmp_path: Path) -> None:
+    done = gplan("plan", checkpoint, "-o", tmp_path / "p.gplan", "--memory", "20MiB", *LIMITS, *LOCKS)
+    assert done.returncode == 4
+    assert done.stderr.splitlines()[-2].startswith("error: ledger row ")
+    assert "--memory" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--decode-buckets", "1,3"), "no step has 3 requests"),
+        (("--max-len", "100000"), "100000"),
+        (("--device", "tpu"), "tpu"),
+        (("--kernels", "flashinfer"), "flashinfer"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(
+    flags: tuple[str, str], named: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(cli, ["plan", str(checkpoint), "-o", str(tmp_path / "p.gplan"), *LIMITS, *flags])
+    assert result.exit_code == 1, result.stderr
+    assert named in result.stderr
+    assert "hint: " in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path / "nowhere"), "-o", str(tmp_path / "p.gplan")])
+    assert result.exit_code == 1
+    assert "nowhere" in result.stderr
+
+
+@pytest.mark.parametrize("output", ["missing/p.gplan", "."])
+def test_where_nothing_can_be_written_is_found_out_first(output: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path / "nowhere"), "-o", str(tmp_path / output)])
+    assert result.exit_code == 2
+    assert "-o" in result.stderr
+    assert "nowhere" not in result.stderr
