@@ -86,7 +86,7 @@ def test_the_error_names_the_first_row_that_does_not_fit() -> None:
 
 
 def test_memory_for_less_than_one_request_names_the_kv_pool() -> None:
-    needs = Needs(rows={row: (0, "given") for row in ROWS})
+    needs = Needs(rows=dict.fromkeys(ROWS, (0, "given")))
     one_request = (1 + pages_of(100_000, 16)) * LAYOUT.bytes_per_page
     memory = one_request + (16 << 20)
     assert fill_ledger(memory, needs, LAYOUT, limits_of(memory, 100_000)).num_kv_pages == 1 + pages_of(100_000, 16)
