@@ -8,7 +8,8 @@ that writes into memory of ours also has to give the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,42 +20,101 @@ from gplan.graphs.capture.dispatch import DispatchMode, tensors_in
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
+Targets = list[tuple[Tensor, Tensor]]
 
 _INT_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 _PLACES = (torch, torch._C._nn, torch._C.TensorBase)
 _ALLOCATION = frozenset(("dtype", "layout", "device", "pin_memory"))
 
 
-def bind(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """A call of `func` with these arguments, given now."""
-    for binding in _bindings(func):
-        if _first_dispatched(binding, args, kwargs) is func:
-            return functools.partial(binding, *args, **kwargs)
-    return functools.partial(func._op, *args, **kwargs)
+class Binder:
+    """Binds calls. What was found out about an operator holds for all its calls with tensors of the same layout and the
+    same other arguments: the layers of a model are alike."""
+
+    def __init__(self) -> None:
+        self._plain: dict[Hashable, Callable[..., Any]] = {}
+        self._direct: dict[Hashable, _Direct | None] = {}
+
+    def bind(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call of `func` with these arguments."""
+        signature = (func, _signature(args), _signature(kwargs))
+        if signature not in self._plain:
+            exact = (b for b in _bindings(func) if _first_dispatched(b, args, kwargs) is func)
+            self._plain[signature] = next(exact, func._op)
+        return functools.partial(self._plain[signature], *args, **kwargs)
+
+    def bind_into(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, targets: Targets
+    ) -> Call:
+        """A call of `func` that leaves the tensors it allocates in memory of ours.
+
+        Args:
+            result: what `func` just returned for these arguments.
+            targets: of each tensor that it allocated, the tensor as it is in `result` and ours, which holds the same
+                values afterwards.
+        """
+        outs = tuple(out for _, out in targets)
+        signature = (func, _signature(args), _signature(kwargs), _signature(outs))
+        if signature not in self._direct:
+            forms = _direct_forms(func, args, kwargs, outs)
+            self._direct[signature] = next((f for f in forms if _gives(f.call(args, kwargs, outs), targets)), None)
+        direct = self._direct[signature]
+        for source, out in targets:
+            out.copy_(source)
+        if direct is not None:
+            return direct.call(args, kwargs, outs)
+        call = self.bind(func, args, kwargs)
+        if isinstance(result, Tensor):
+            return functools.partial(_run_and_copy, call, outs[0])
+        positions = [i for i, leaf in enumerate(tensors_in(result)) if any(leaf is source for source, _ in targets)]
+        return functools.partial(_run_and_copy_all, call, tuple(zip(positions, outs, strict=True)))
 
 
-def bind_into(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, targets: list[tuple[Tensor, Tensor]]
-) -> Call:
-    """A call of `func` that leaves the tensors it allocates in memory of ours.
+@dataclass(frozen=True, slots=True)
+class _Direct:
+    """A function that takes an operator's arguments and writes its results into given tensors.
 
-    Args:
-        result: what `func` just returned for these arguments.
-        targets: of each tensor that it allocated, the tensor as it is in `result` and ours, which holds the same values
-            afterwards.
+    Attributes:
+        dropped: keyword arguments of the operator that the function does not take: the given tensors imply them.
+        out_names: keywords of the given tensors; empty where all go into `out`, as Python's functions have it.
     """
-    outs = tuple(out for _, out in targets)
-    direct = _bind_out(func, args, kwargs, outs)
-    if direct is not None and _gives(direct, targets):
-        return direct
-    for source, out in targets:
-        out.copy_(source)
-    call = bind(func, args, kwargs)
-    if isinstance(result, Tensor):
-        return functools.partial(_run_and_copy, call, outs[0])
-    positions = [i for i, leaf in enumerate(tensors_in(result)) if any(leaf is source for source, _ in targets)]
-    return functools.partial(_run_and_copy_all, call, tuple(zip(positions, outs, strict=True)))
+
+    function: Callable[..., Any]
+    dropped: frozenset[str] = frozenset()
+    out_names: tuple[str, ...] = ()
+
+    def keywords(self, kwargs: dict[str, Any], outs: tuple[Tensor, ...]) -> dict[str, Any]:
+        kept = {name: value for name, value in kwargs.items() if name not in self.dropped}
+        if self.out_names:
+            return {**kept, **dict(zip(self.out_names, outs, strict=True))}
+        return {**kept, "out": outs[0] if len(outs) == 1 else outs}
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Tensor, ...]) -> Call:
+        if self.function is torch.Tensor.copy_:
+            return functools.partial(self.function, outs[0], args[0])
+        return functools.partial(self.function, *args, **self.keywords(kwargs, outs))
+
+
+def _direct_forms(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Tensor, ...]
+) -> list[_Direct]:
+    """Ways to have `func` write into `outs`, cheapest first; they still have to be tried."""
+    if func in (aten.clone.default, aten._to_copy.default):
+        return [_Direct(torch.Tensor.copy_)]
+    variant = _out_variant(func)
+    if variant is None or len(outs) != len(func._schema.returns):
+        return []
+    dropped = frozenset(kwargs) - {argument.name for argument in variant._schema.arguments}
+    if not dropped <= _ALLOCATION:
+        return []
+    forms = []
+    for binding in _bindings(func):
+        form = _Direct(binding, dropped)
+        reached = _first_dispatched(binding, args, form.keywords(kwargs, outs))
+        if reached is not None and reached.overloadpacket is func.overloadpacket:
+            forms.append(form)
+    out_names = tuple(argument.name for argument in variant._schema.arguments if argument.is_out)
+    return [*forms, _Direct(variant._op, dropped, out_names)]
 
 
 def _run_and_copy(call: Call, out: Tensor) -> None:
@@ -67,8 +127,8 @@ def _run_and_copy_all(call: Call, targets: tuple[tuple[int, Tensor], ...]) -> No
         out.copy_(results[position])
 
 
-def _gives(call: Call, targets: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether the call runs, leaves our tensors where and as they are, and the same bits in them."""
+def _gives(call: Call, targets: Targets) -> bool:
+    """Whether the call runs, leaves our tensors where and as they are, and the right bits in them."""
     before = [(out.data_ptr(), out.shape, out.stride()) for _, out in targets]
     try:
         call()
@@ -86,24 +146,15 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INT_OF_WIDTH[tensor.itemsize])
 
 
-def _bind_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Tensor, ...]) -> Call | None:
-    """A call that writes what `func` returns into `outs`, or None where the operator has no such form."""
-    if func in (aten.clone.default, aten._to_copy.default):
-        return bind(aten.copy_.default, (outs[0], args[0]), {})
-    variant = _out_variant(func)
-    if variant is None or len(outs) != len(func._schema.returns):
-        return None
-    names = [argument.name for argument in variant._schema.arguments]
-    kept = {name: value for name, value in kwargs.items() if name in names}
-    if len(kept) < len(kwargs) and not set(kwargs) - set(kept) <= _ALLOCATION:
-        return None
-    targets = {"out": outs[0] if len(outs) == 1 else outs}
-    for binding in _bindings(func):
-        reached = _first_dispatched(binding, args, {**kept, **targets})
-        if reached is not None and reached.overloadpacket is func.overloadpacket:
-            return functools.partial(binding, *args, **kept, **targets)
-    out_names = [argument.name for argument in variant._schema.arguments if argument.is_out]
-    return functools.partial(variant._op, *args, **kept, **dict(zip(out_names, outs, strict=True)))
+def _signature(tree: Any) -> Hashable:
+    """What decides how arguments are parsed and kernels chosen: layouts of tensors, values of everything else."""
+    if isinstance(tree, Tensor):
+        return tree.dtype, tree.shape, tree.stride()
+    if isinstance(tree, tuple | list):
+        return tuple(_signature(item) for item in tree)
+    if isinstance(tree, dict):
+        return tuple((name, _signature(item)) for name, item in tree.items())
+    return type(tree), tree
 
 
 @functools.cache

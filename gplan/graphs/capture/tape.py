@@ -10,7 +10,6 @@ What runs inside a custom operator is one call, as a kernel is: it reads its ten
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import resource
 import time
@@ -26,10 +25,11 @@ from torch._ops import OpOverload
 from gplan.errors import CaptureError
 from gplan.graphs.capture.arena import POISON, Arena, Block
 from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment
-from gplan.graphs.capture.binding import Call, bind, bind_into
+from gplan.graphs.capture.binding import Binder, Call
 from gplan.graphs.capture.dispatch import DispatchMode, decompose, map_tensors, storage_of, tensors_in
 from gplan.graphs.capture.forbidden import HostAccess, check_recordable
 from gplan.graphs.capture.peak import PeakMeter
+from gplan.graphs.capture.quiet import quiet_collector
 from gplan.graphs.machine import host_memory
 
 aten = torch.ops.aten
@@ -60,6 +60,7 @@ class TapeDevice(GraphDevice):
 
     def __init__(self, *, debug: bool = False) -> None:
         self._arena = Arena(on_free=self._poison if debug else None)
+        self._binder = Binder()
         self._recorder: _Recorder | None = None
         self._modes = ExitStack()
         self._in_session = False
@@ -74,18 +75,12 @@ class TapeDevice(GraphDevice):
         """
         if self._in_session:
             raise CaptureError("a capture session inside another", "Capture every key of a plan in one session.")
-        was_enabled = gc.isenabled()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         self._in_session = True
         try:
-            yield
+            with quiet_collector():
+                yield
         finally:
             self._in_session = False
-            gc.unfreeze()
-            if was_enabled:
-                gc.enable()
 
     def begin_segment(self) -> None:
         if self._closed:
@@ -99,7 +94,7 @@ class TapeDevice(GraphDevice):
                 "a capture with gradients on",
                 "Capture under torch.no_grad() or torch.inference_mode(): autograd adds calls that replay cannot make.",
             )
-        self._recorder = _Recorder(self._arena)
+        self._recorder = _Recorder(self._arena, self._binder)
         self._modes.enter_context(self._recorder)
         self._modes.enter_context(HostAccess())
 
@@ -190,11 +185,11 @@ class _Recorder(DispatchMode):
     Python objects may be pointed elsewhere.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, binder: Binder) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.outside: dict[int, tuple[str, Tensor]] = {}
-        self._arena = arena
+        self._arena, self._binder = arena, binder
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,6 +210,7 @@ class _Recorder(DispatchMode):
         if func.overloadpacket not in _UNINITIALISED:
             outs = [(tensor, self._alias(func, moved[id(tensor)])) for tensor in fresh]
             args, kwargs = map_tensors(functools.partial(self._alias, func), (args, kwargs))
+            bind, bind_into = self._binder.bind, self._binder.bind_into
             self.calls.append(bind_into(func, args, kwargs, result, outs) if outs else bind(func, args, kwargs))
         return map_tensors(lambda tensor: moved.get(id(tensor), tensor), result)
 
