@@ -44,7 +44,9 @@ class Advance(NamedTuple):
 
     Attributes:
         size: requests in decode, tokens in prefill.
-        num_decodes: requests that decoded.
+        num_requests: in the step.
+        num_decodes: of these, those that decoded.
+        pages: given out while the step runs.
         cached_tokens: tokens already in the KV pool that the step's requests read.
         prompts: requests that got the first token after their prompt, or after computing their tokens again.
         complete: requests that got their last token.
@@ -53,7 +55,9 @@ class Advance(NamedTuple):
 
     phase: Phase
     size: int
+    num_requests: int
     num_decodes: int
+    pages: int
     cached_tokens: int
     prompts: list[Request]
     complete: list[Request]
@@ -86,6 +90,7 @@ class Scheduler:
         self._complete: list[Entry] = []
         """Whose last token is under way; they still hold their rows and pages."""
         self._num_growing = 0
+        self._repeatable = False
         self.num_preemptions = 0
 
     @property
@@ -102,8 +107,17 @@ class Scheduler:
         return len(self._decoders) + len(self._prefilling) + len(self._complete)
 
     @property
+    def num_pages(self) -> int:
+        """Pages that can be given out: all but the dummy."""
+        return self._pages.capacity
+
+    @property
     def num_free_pages(self) -> int:
         return self._pages.num_free
+
+    @property
+    def num_held_pages(self) -> int:
+        return self._pages.num_held
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked that its prompt is not empty and leaves room for one token."""
@@ -113,6 +127,7 @@ class Scheduler:
         assert request.finish_reason is None
         end = min(request.prompt_len + request.params.max_tokens, self.limits.max_len)
         entry = self._entries[request.id] = Entry(request, end)
+        self._repeatable = False
         self._waiting.append(entry)
 
     def abort(self, request_id: str) -> None:
@@ -168,6 +183,7 @@ class Scheduler:
         preempted = self._make_room_for_decodes()
         num_decodes, cached_tokens = len(self._decoders), self._decoders.cached_tokens
         prompts = self._fill(self.limits.chunk - num_decodes)
+        self._repeatable = not prompts
         if not prompts and not num_decodes:
             return None
         self._complete = self._decoders.step()
@@ -181,11 +197,35 @@ class Scheduler:
                 request.tokens.append(0)
                 ended.append(request)
                 self._end_prompt(entry)
-        complete = [entry.request for entry in self._complete]
-        for request in complete:
-            del self._entries[request.id]
-        phase = Phase.PREFILL if prompts else Phase.DECODE
-        return Advance(phase, size, num_decodes, cached_tokens, ended, complete, preempted)
+        complete = self._completed() if self._complete else []
+        return Advance(
+            phase=Phase.PREFILL if prompts else Phase.DECODE,
+            size=size,
+            num_requests=num_decodes + len(prompts),
+            num_decodes=num_decodes,
+            pages=self._pages.num_held,
+            cached_tokens=cached_tokens,
+            prompts=ended,
+            complete=complete,
+            preempted=preempted,
+        )
+
+    def repeat(self) -> list[Request] | None:
+        """Takes one more step like the one that `advance` just took, if that is what `advance` would do: a step of the
+        same decodes alone. Returns whom it completes, or None where only `advance` can tell what comes next.
+
+        Who could not be admitted before that step cannot be now: rows are the same, and each page that a decode takes
+        was kept for it.
+        """
+        short = self._decoders.short()
+        if not self._repeatable or self._complete or len(short) > self._pages.num_free:
+            return None
+        for entry in short:
+            self._hold(entry, (self._pages.take_one(),))
+        self._complete = self._decoders.step()
+        if not self._complete:
+            return []
+        return self._completed()
 
     def check(self) -> None:
         """Pages and rows add up: none lost, none shared, none of the dummies given out. Looks at all: for tests."""
@@ -203,6 +243,12 @@ class Scheduler:
             assert (entry.request.pages, entry.request.row, entry.request.cached_len) == ([], DUMMY_ROW, 0)
         lengths = [self._decoders.cached_len(entry) for entry in self._decoders.entries]
         assert self._decoders.cached_tokens == sum(lengths)
+
+    def _completed(self) -> list[Request]:
+        """Those whose last token was taken for read."""
+        for entry in self._complete:
+            del self._entries[entry.request.id]
+        return [entry.request for entry in self._complete]
 
     # Pages and rows ---------------------------------------------------------------------------------------------
 
@@ -345,6 +391,7 @@ class Scheduler:
         entry.request.num_pending = 0
         entry.request.finish_reason = reason
         del self._entries[entry.request.id]
+        self._repeatable = False
 
 
 def _check_limits(limits: Limits, capacity: int) -> None:
