@@ -17,6 +17,9 @@ from gplan.errors import GuardError
 
 Getter = Callable[[], Tensor]
 
+_GONE = (ReferenceError, LookupError, AttributeError)
+"""What a getter raises whose owner, or whose owner's buffer, is no more."""
+
 
 class AddressGuard:
     """Snapshots addresses per key, and refuses a replay when one changed.
@@ -116,10 +119,14 @@ class _Fact:
 
     def holds(self) -> bool:
         """`change` is None, found out cheaply: of the same tensor at the same address there is little to ask."""
-        now = self._find()
-        if now is None or now is not self.tensor():
-            return self.change() is None
-        return now.data_ptr() == self.data_ptr and now.shape == self.shape and now.stride() == self.stride
+        if self.getter is not None:
+            try:
+                now = self.getter()
+            except _GONE:
+                return False
+            if now is not None and now is self.tensor():
+                return now.data_ptr() == self.data_ptr and now.shape == self.shape and now.stride() == self.stride
+        return self.change() is None
 
     def change(self) -> str | None:
         """What happened to the buffer, in words; None for nothing."""
@@ -139,7 +146,7 @@ class _Fact:
             return None
         try:
             return self.getter()
-        except (ReferenceError, LookupError, AttributeError):
+        except _GONE:
             return None
 
     def _storage_change(self, storage: torch.UntypedStorage) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class CudaGraphDevice(GraphDevice):
             fn()
             event.record()
         self.synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in zip(events[:-1], events[1:], strict=True)]
+        return [start.elapsed_time(end) * 1e3 for start, end in pairwise(events)]
 
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
