@@ -18,6 +18,7 @@ from gplan.planning.backends import choose_backend
 from gplan.planning.bench import Bench, Measured
 from gplan.planning.budget import fill_ledger
 from gplan.planning.choices import Choices
+from gplan.planning.eager import cheaper_eagerly
 from gplan.planning.ladders import check_sizes, default_ladder, largest_size
 from gplan.planning.options import PlanOptions, Progress, format_buckets
 from gplan.planning.profiler import Patience
@@ -117,13 +118,14 @@ def _probes(ladder: Sequence[int]) -> tuple[int, ...]:
 
 def _phase_plan(decision: PhaseDecision, measured: Measured) -> PhasePlan:
     setup = decision.setup
+    ladder = tuple(measured.buckets[key] for key in setup.keys)
     return PhasePlan(
         phase=setup.phase.value,
         backend=setup.backend,
         max_size=setup.max_size,
-        ladder=tuple(measured.buckets[key] for key in setup.keys),
+        ladder=ladder,
         request_slots=setup.request_slots,
         padding_cap=setup.padding_cap,
-        eager_sizes=setup.eager_sizes,
+        eager_sizes=cheaper_eagerly(ladder),
         rejected=decision.rejected,
     )

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.plan import LEDGER_ROWS, Limits, Timing
+from formats.plan import LEDGER_ROWS, Bucket, Limits, Timing
 from gplan.errors import FitError
 from gplan.memory.kv_pool import KVLayout
 from gplan.planning.backends import Trial, choose_backend
 from gplan.planning.budget import Needs, fill_ledger, most_useful_pages, pages_of
+from gplan.planning.eager import cheaper_eagerly
 
 LAYOUT = KVLayout(num_layers=2, page_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 ROWS = [row for row in LEDGER_ROWS if row not in ("kv_pool", "headroom")]
@@ -93,3 +94,20 @@ def test_memory_for_less_than_one_request_names_the_kv_pool() -> None:
     with pytest.raises(FitError, match="ledger row kv_pool") as raised:
         fill_ledger(memory - 1, needs, LAYOUT, limits_of(memory - 1, 100_000))
     assert raised.value.exit_code == 4
+
+
+def bucket(size: int, graph: float, eager: float, spread: float = 0.0) -> Bucket:
+    def timing(median: float) -> Timing:
+        return Timing(median_us=median, spread_us=spread, runs=3)
+
+    return Bucket(size=size, graph=timing(graph), eager=timing(eager))
+
+
+def test_sizes_far_below_a_costly_bucket_run_eagerly() -> None:
+    ladder = (bucket(10, 10, 12), bucket(20, 100, 112))
+    assert cheaper_eagerly(ladder) == ((11, 18),)
+    assert cheaper_eagerly((bucket(10, 10, 12), bucket(20, 100, 112, spread=20))) == ((11, 14),)
+
+
+def test_a_flat_cost_leaves_no_size_to_eager() -> None:
+    assert cheaper_eagerly((bucket(1, 50, 60), bucket(8, 51, 61), bucket(64, 55, 64))) == ()

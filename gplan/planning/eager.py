@@ -1,0 +1,36 @@
+"""Sizes that run eagerly although a bucket covers them, because padding them to it costs more than eager execution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from formats.plan import Bucket
+from gplan.scheduling.times import interpolate
+
+
+def cheaper_eagerly(ladder: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
+    """Ranges [first, last] of sizes whose eager time, read off the measured sizes beside them, is below the replay of
+    the bucket that covers them by more than both measurements spread.
+
+    Sizes that are a bucket are never among them: the backend as a whole was chosen for those.
+    """
+    eager_us = {bucket.size: bucket.eager.median_us for bucket in ladder}
+    found: list[tuple[int, int]] = []
+    below = 0
+    for bucket in ladder:
+        assert bucket.graph is not None
+        bound = bucket.graph.median_us - bucket.graph.spread_us - bucket.eager.spread_us
+        cheaper = [size for size in range(below + 1, bucket.size) if interpolate(eager_us, size) < bound]
+        found += _ranges(cheaper)
+        below = bucket.size
+    return tuple(found)
+
+
+def _ranges(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for size in sizes:
+        if ranges and ranges[-1][1] == size - 1:
+            ranges[-1] = (ranges[-1][0], size)
+        else:
+            ranges.append((size, size))
+    return ranges
