@@ -40,8 +40,10 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
 
 
 def _difference(key: ShapeKey, batch: Batch, found: Tensor, expected: Tensor) -> VerificationError:
-    row = int((found != expected).any(dim=-1).nonzero()[0])
-    gap = float((found[row].float() - expected[row].float()).abs().max())
+    rows = min(len(found), len(expected))
+    differs = (found[:rows] != expected[:rows]).any(dim=-1).nonzero()
+    row = int(differs[0]) if len(differs) else rows
+    gap = float((found[row].float() - expected[row].float()).abs().max()) if row < rows else float("inf")
     return VerificationError(
         f"key {key}: replay differs from eager in row {row} of a batch of {batch.size}, by {gap:.3g}",
         "The graph of this key is not safe to replay here: plan again, and report it if it stays.",

@@ -69,11 +69,16 @@ def test_backends_that_the_user_fixed_are_locks(plan: Plan) -> None:
     assert locks["prefill.backend"] == "breakable"
 
 
-def test_two_plans_that_decide_alike_share_an_id(checkpoint: Path, plan: Plan) -> None:
-    again = plan_of(checkpoint, decode_backend="full", prefill_backend="breakable")
-    assert plan_id(again) == plan_id(plan)
-    other = plan_of(checkpoint, decode_backend="full", prefill_backend="breakable", max_batch=3)
-    assert plan_id(other) != plan_id(plan)
+def test_two_plans_that_decide_alike_share_an_id(checkpoint: Path) -> None:
+    fixed = {"decode_backend": "full", "decode_buckets": (1, 2, 3, 4), "prefill_backend": "eager"}
+    one, again, other = (
+        plan_of(checkpoint, **fixed),
+        plan_of(checkpoint, **fixed),
+        plan_of(checkpoint, **fixed, chunk=20),
+    )
+    assert one.decode.ladder != again.decode.ladder, "measured evidence differs"
+    assert plan_id(one) == plan_id(again)
+    assert plan_id(one) != plan_id(other)
 
 
 def test_an_unlocked_backend_is_chosen_by_its_times(checkpoint: Path) -> None:
