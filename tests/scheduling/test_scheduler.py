@@ -146,6 +146,41 @@ def test_a_preempted_request_is_not_admitted_while_a_token_of_it_is_unread() -> 
     assert batch.chunks[0].end == len(batch.chunks[0].request.tokens) > 3
 
 
+def test_nobody_is_admitted_into_pages_that_running_requests_will_need() -> None:
+    server = serve(num_pages=9)
+    server.scheduler.add(request("a", range(1, 17), 16, stops=False))  # holds 4 of 8 pages and grows
+    server.step()
+    server.step()
+    server.scheduler.add(request("b", range(1, 9), 4, stops=False))  # needs 2, and one more later
+    server.step()
+    assert (server.scheduler.num_running, server.scheduler.num_waiting) == (1, 1)
+    assert server.scheduler.num_free_pages == 3
+    server.run()
+    assert server.scheduler.num_preemptions == 0
+
+
+def test_a_step_is_repeated_only_where_nothing_but_lengths_would_change() -> None:
+    scheduler = Scheduler(limits(), 12)
+    assert scheduler.repeat() is None
+    scheduler.add(request("a", [1], 9, stops=False))
+    scheduler.advance()
+    assert scheduler.repeat() is None, "a prompt was computed"
+    step = scheduler.advance()
+    assert step is not None
+    assert step.phase is Phase.DECODE
+    assert scheduler.repeat() == []
+    scheduler.add(request("b", [1], 2, stops=False))
+    assert scheduler.repeat() is None, "a request came"
+    scheduler.advance()
+    scheduler.advance()
+    assert scheduler.repeat() is None, "a request is complete"
+    scheduler.advance()
+    assert scheduler.repeat() == []
+    scheduler.abort("a")
+    assert scheduler.repeat() is None, "a request was aborted"
+    scheduler.check()
+
+
 def test_abort_frees_pages_at_once_wherever_the_request_is() -> None:
     server = serve(lag=2, bounds=limits(max_batch=2))
     for name in "abc":

@@ -169,6 +169,16 @@ def test_a_simulation_is_the_engines_loop(
     assert_equal(report, engine)
 
 
+def test_a_request_that_is_preempted_again_before_its_next_token_waits_since_its_last() -> None:
+    served = trace((0.000362, 1, 14), (0.000596, 2, 8), (0.000676, 8, 4))
+    bounds = limits(max_batch=4, max_len=MAX_LEN, chunk=6, page_size=1)
+    report = simulate(served, Scheduler(bounds, 24), times(4, 6))
+    engine = Engine(served, Scheduler(bounds, 24), times(4, 6), 0, 0)
+    engine.run()
+    assert report.preemptions > 1
+    assert_equal(report, engine)
+
+
 def run(served: Trace, *, lag: int = 0, overhead_us: float = 0.0) -> SimulationReport:
     bounds = limits(max_batch=4, max_len=MAX_LEN, chunk=8)
     return simulate(served, Scheduler(bounds, 40), times(4, 8), lag=lag, overhead_us=overhead_us)
