@@ -1,0 +1,144 @@
+"""The engine process: schedules, launches, collects and reports. It alone touches the device.
+
+Steps are kept in flight as the executor asks (`result_lag`): where launching is not running, step N + 1 is scheduled
+and prepared while step N runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from formats.plan import Limits
+from gplan.core import Batch, FinishReason, Request
+from gplan.graphs.executor import Step, StepResult
+from gplan.scheduling.scheduler import Scheduler
+from gplan.serving.protocol import Abort, Add, Drain, FromEngine, Idle, Output, Outputs, StepStats, ToEngine
+
+IDLE_WAIT_MS = 200
+"""How long an idle engine waits for a message before it looks whether its parent still lives."""
+
+
+class Executes(Protocol):
+    """The part of an executor that the loop needs."""
+
+    @property
+    def result_lag(self) -> int: ...
+
+    def launch(self, batch: Batch) -> Step: ...
+
+    def collect(self, step: Step) -> StepResult: ...
+
+
+class Channel(Protocol):
+    """Messages from and to the HTTP process."""
+
+    def receive(self, wait_ms: int) -> list[ToEngine]:
+        """Messages that have arrived; waits for one up to `wait_ms`."""
+
+    def send(self, message: FromEngine) -> None: ...
+
+
+class Engine:
+    """Serves requests until it is told to drain.
+
+    Args:
+        is_orphan: whether nobody is left to serve.
+    """
+
+    def __init__(
+        self, executor: Executes, limits: Limits, num_pages: int, channel: Channel, is_orphan: Callable[[], bool]
+    ) -> None:
+        self._executor, self._channel, self._is_orphan = executor, channel, is_orphan
+        self._scheduler = Scheduler(limits, num_pages)
+        self._num_pages = num_pages - 1
+        self._requests: dict[str, Request] = {}
+        self._flying: deque[Step] = deque()
+        self._is_draining = False
+        self._reported_idle = True
+
+    def run(self) -> None:
+        """Until drained, or orphaned."""
+        while not (self._is_draining and self._is_idle):
+            if self._is_idle and self._is_orphan():
+                return
+            self._receive(IDLE_WAIT_MS if self._is_idle else 0)
+            self._step()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._flying and not self._scheduler.has_work
+
+    def _receive(self, wait_ms: int) -> None:
+        for message in self._channel.receive(wait_ms):
+            match message:
+                case Add():
+                    self._add(message)
+                case Abort():
+                    for name in message.ids:
+                        if self._requests.pop(name, None) is not None:
+                            self._scheduler.abort(name)
+                case Drain():
+                    self._is_draining = True
+
+    def _add(self, message: Add) -> None:
+        request = Request(message.id, len(message.prompt), message.prompt, message.params, arrival=time.monotonic())
+        self._requests[request.id] = request
+        self._scheduler.add(request)
+        self._reported_idle = False
+
+    def _step(self) -> None:
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            self._flying.append(self._executor.launch(batch))
+        keep = self._executor.result_lag if batch is not None else 0
+        while len(self._flying) > keep:
+            self._collect(self._flying.popleft())
+        if self._is_idle and not self._reported_idle:
+            self._reported_idle = True
+            self._channel.send(Idle(self._num_pages - self._scheduler.num_free_pages))
+
+    def _collect(self, step: Step) -> None:
+        result = self._executor.collect(step)
+        before = [len(chunk.request.tokens) for chunk in step.batch.chunks if chunk.samples]
+        finished = {request.id for request in self._scheduler.update(step.batch, result.tokens)}
+        sampling = [chunk.request for chunk in step.batch.chunks if chunk.samples]
+        outputs = []
+        for index, (request, known) in enumerate(zip(sampling, before, strict=True)):
+            if self._requests.get(request.id) is not request:
+                continue
+            output = self._output(request, request.tokens[known:], result, index, request.id in finished)
+            if output is not None:
+                outputs.append(output)
+            if request.id in finished:
+                del self._requests[request.id]
+        self._channel.send(Outputs(outputs, self._stats(step, result, sum(len(o.tokens) for o in outputs))))
+
+    def _output(
+        self, request: Request, tokens: list[int], result: StepResult, index: int, is_finished: bool
+    ) -> Output | None:
+        if not tokens and not is_finished:
+            return None
+        entry = result.logprobs[index]
+        logprobs = [(entry.logprob, list(entry.top))] if entry is not None and tokens else []
+        reason = (request.finish_reason or FinishReason.STOP).value if is_finished else ""
+        return Output(request.id, tokens, logprobs, reason)
+
+    def _stats(self, step: Step, result: StepResult, output_tokens: int) -> StepStats:
+        outcome, scheduler = result.outcome, self._scheduler
+        return StepStats(
+            phase=outcome.phase.value,
+            size=outcome.size,
+            key="" if outcome.key is None else str(outcome.key),
+            reason=outcome.reason,
+            padding_rows=outcome.padding_rows,
+            elapsed_s=outcome.elapsed_s,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            pages_used=self._num_pages - scheduler.num_free_pages,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=sum(c.length for c in step.batch.chunks if c.start < c.request.prompt_len),
+            output_tokens=output_tokens,
+        )

@@ -1,0 +1,151 @@
+"""Messages between the HTTP process and the engine process, and how they are packed.
+
+All outputs of a step travel in one message, so that the engine's cost per token stays small.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gplan.core import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what is sent."""
+
+
+# To the engine ------------------------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True, array_like=True, tag=True):
+    """The first message: what to serve. `plan` is the bytes of a plan file."""
+
+    plan: bytes
+    checkpoint: str
+    accept_drift: list[str]
+
+
+class Add(Message, frozen=True, array_like=True, tag=True):
+    """A request to serve; `params.logit_bias` and stop tokens are already validated."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Abort(Message, frozen=True, array_like=True, tag=True):
+    """Requests that nobody waits for any more."""
+
+    ids: list[str]
+
+
+class Drain(Message, frozen=True, array_like=True, tag=True):
+    """Finish what runs, then end."""
+
+
+ToEngine = Start | Add | Abort | Drain
+
+
+# From the engine ----------------------------------------------------------------------------------------------------
+
+
+class Output(Message, frozen=True, array_like=True, tag=True):
+    """Tokens of one request from one step.
+
+    Attributes:
+        logprobs: per token (log probability, likeliest (token, log probability) pairs), where asked for.
+        finish_reason: `stop`, `length` or `abort` where the request ended with these tokens, else empty.
+    """
+
+    id: str
+    tokens: list[int]
+    logprobs: list[tuple[float, list[tuple[int, float]]]]
+    finish_reason: str
+
+
+class StepStats(Message, frozen=True, array_like=True, tag=True):
+    """One step, for the metrics. `key` is empty where it ran eagerly, and `reason` where it was replayed."""
+
+    phase: str
+    size: int
+    key: str
+    reason: str
+    padding_rows: int
+    elapsed_s: float
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    preemptions: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Outputs(Message, frozen=True, array_like=True, tag=True):
+    """What one step gave, and how it went."""
+
+    outputs: list[Output]
+    stats: StepStats
+
+
+class Progress(Message, frozen=True, array_like=True, tag=True):
+    """How far start-up has come."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class LedgerActual(msgspec.Struct, frozen=True):
+    """One ledger row at ready; `actual_bytes` is None where nothing was booked."""
+
+    name: str
+    planned_bytes: int
+    actual_bytes: int | None
+
+
+class Ready(Message, frozen=True, array_like=True, tag=True):
+    """The engine serves from now on.
+
+    Attributes:
+        num_pages: pages that requests may hold.
+        accepted_drift: sentences on drift that the user accepted, then advisory ones.
+    """
+
+    ledger: list[LedgerActual]
+    accepted_drift: list[str]
+    advisory_drift: list[str]
+    num_pages: int
+    seconds: float
+
+
+class Idle(Message, frozen=True, array_like=True, tag=True):
+    """No step is under way and nothing waits."""
+
+    pages_used: int
+
+
+class Fatal(Message, frozen=True, array_like=True, tag=True):
+    """The engine ends; its exit code will be `code`."""
+
+    message: str
+    hint: str
+    code: int
+
+
+FromEngine = Outputs | Progress | Ready | Idle | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def pack(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def unpack_to_engine(data: bytes) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def unpack_from_engine(data: bytes) -> FromEngine:
+    return _from_engine.decode(data)

@@ -1,0 +1,127 @@
+"""Entry point of the engine process: `python -m gplan.serving.worker ENDPOINT`.
+
+Started by the HTTP process, which it talks to over one socket and does not outlive. Ctrl-C reaches both processes; only
+the parent acts on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+import zmq
+
+from formats.container import decode
+from formats.errors import FormatError
+from gplan.errors import GplanError
+from gplan.serving.engine import Engine
+from gplan.serving.protocol import (
+    Fatal,
+    FromEngine,
+    LedgerActual,
+    Progress,
+    Ready,
+    Start,
+    ToEngine,
+    pack,
+    unpack_to_engine,
+)
+
+CRASHED = 70
+"""Exit code of an engine that failed in a way that nobody foresaw."""
+
+
+class SocketChannel:
+    """Messages over the socket to the HTTP process."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 1000
+        self._socket.connect(endpoint)
+
+    def receive(self, wait_ms: int) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        if wait_ms and not self._socket.poll(wait_ms):
+            return messages
+        while True:
+            try:
+                messages.append(unpack_to_engine(self._socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(pack(message))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def main(endpoint: str) -> int:
+    """Serves until drained or orphaned; returns the exit code."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = SocketChannel(endpoint)
+    code = 0
+    try:
+        _serve(channel, parent)
+    except (GplanError, FormatError) as error:
+        code = getattr(error, "exit_code", 1)
+        channel.send(Fatal(error.message, error.hint, code))
+    except Exception as error:
+        code = CRASHED
+        traceback.print_exc()
+        channel.send(Fatal(f"the engine failed: {type(error).__name__}: {error}", "See the log above.", code))
+    finally:
+        channel.close()
+    return code
+
+
+def _serve(channel: SocketChannel, parent: int) -> None:
+    from gplan.serving.startup import start_executor
+
+    def is_orphan() -> bool:
+        return os.getppid() != parent
+
+    start = _wait_for_start(channel, is_orphan)
+    if start is None:
+        return
+    plan = decode(start.plan)
+    ready = start_executor(
+        plan,
+        start.checkpoint,
+        lambda stage, done, total: channel.send(Progress(stage, done, total)),
+        start.accept_drift,
+    )
+    gc.collect()
+    gc.freeze()
+    channel.send(
+        Ready(
+            ledger=[LedgerActual(e.name, e.planned_bytes, e.actual_bytes) for e in ready.ledger],
+            accepted_drift=[drift.sentence for drift in ready.accepted],
+            advisory_drift=[drift.sentence for drift in ready.drifts if not drift.refuses],
+            num_pages=plan.num_kv_pages - 1,
+            seconds=ready.seconds,
+        )
+    )
+    Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan).run()
+    ready.executor.close()
+
+
+def _wait_for_start(channel: SocketChannel, is_orphan: Callable[[], bool]) -> Start | None:
+    while not is_orphan():
+        for message in channel.receive(200):
+            if isinstance(message, Start):
+                return message
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
