@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-_LIBRARY = torch.library.Library("gplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("gplan", "FRAGMENT")
 
 
 def define_operator(name: str, arguments: str, function: Callable[..., None]) -> None:
@@ -15,8 +15,8 @@ def define_operator(name: str, arguments: str, function: Callable[..., None]) ->
     Args:
         arguments: in torch's schema language, the written ones marked `Tensor(a!)`. The operator returns nothing.
     """
-    _LIBRARY.define(f"{name}({arguments}) -> ()")  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(f"{name}({arguments}) -> ()")
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gplan::{name}", _does_nothing)
 
 

@@ -76,7 +76,8 @@ define_operator(
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, schedule: Schedule, out: Tensor) -> None:
-    keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    by_slot = (-1, *k_cache.shape[2:])
+    keys, values = k_cache.view(by_slot), v_cache.view(by_slot)
     for group in schedule.single_queries:
         _attend_single_queries(q, _tokens(keys, group), _tokens(values, group), group, out)
     for chunk in schedule.chunks:

@@ -59,8 +59,8 @@ class ReferenceKernels(Kernels):
         k.copy_(_rotated(k, rows))
 
     def append_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        k_cache.flatten(0, 1).index_copy_(0, slots, k)
-        v_cache.flatten(0, 1).index_copy_(0, slots, v)
+        k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+        v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
     def rope_append(
         self,

@@ -63,9 +63,9 @@ class ReferenceAttention(Attention):
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         if self._decode:
-            torch.ops.gplan.paged_decode_attention(q, k_cache, v_cache, *self._kv_lists, out)
+            torch.ops.gplan.paged_decode_attention.default(q, k_cache, v_cache, *self._kv_lists, out)
         else:
-            torch.ops.gplan.paged_prefill_attention(q, k_cache, v_cache, self._qo_indptr, *self._kv_lists, out)
+            torch.ops.gplan.paged_prefill_attention.default(q, k_cache, v_cache, self._qo_indptr, *self._kv_lists, out)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         buffers = self._buffers

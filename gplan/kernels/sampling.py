@@ -16,6 +16,9 @@ from torch import Tensor
 from gplan.kernels.base import SamplingInputs
 from gplan.kernels.custom_ops import define_operator
 
+_LEAST_WEIGHT = 2.0**-149
+"""The least positive float32: what is lighter is impossible."""
+
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -31,7 +34,7 @@ def sample_tokens(logits: Tensor, inputs: SamplingInputs) -> Tensor:
         [n] int64. A row whose temperature is 0 has its likeliest token, the first of equals.
     """
     out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    torch.ops.gplan.sample_tokens(
+    torch.ops.gplan.sample_tokens.default(
         logits,
         inputs.temperature,
         inputs.top_k,
@@ -106,7 +109,8 @@ def _kept(weights: Tensor, cumulative: Tensor, top_k: Tensor, top_p: Tensor, min
     by_rank = top_k[:, None].to(torch.int64).clamp(1, weights.shape[1])
     share = top_p[:, None].to(torch.float64) * cumulative.gather(1, by_rank - 1)
     by_share = torch.searchsorted(cumulative, share) + 1
-    by_weight = ((weights > 0) & (weights >= min_p[:, None])).sum(1, keepdim=True)
+    least = min_p.clamp(min=_LEAST_WEIGHT)[:, None]
+    by_weight = torch.searchsorted(-weights, -least, right=True)
     return by_rank.minimum(by_share).minimum(by_weight).clamp(min=1)
 
 

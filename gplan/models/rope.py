@@ -121,15 +121,16 @@ def check_rope_length(rope: RopeSpec, max_len: int) -> None:
 
 
 def _refuse_other_rotations(config: ConfigReader, reader: ConfigReader) -> None:
+    hint = "gplan rotates whole heads, by one position, alike in all layers."
     for source in (reader, config):
         partial = source.number("partial_rotary_factor", 1.0)
         if partial != 1.0:
-            raise UnsupportedError(f"{source.where}: partial_rotary_factor is {partial}: only whole heads are rotated")
+            raise UnsupportedError(f"{source.where}: partial_rotary_factor {partial} is not supported", hint)
     nested = [key for key, value in reader.values.items() if isinstance(value, dict)]
     if nested:
-        raise UnsupportedError(f"{reader.where}: a rotation that differs between layers ({', '.join(nested)})")
+        raise UnsupportedError(f"{reader.where}: rotations by kind of layer ({', '.join(nested)})", hint)
     if reader.has("mrope_section"):
-        raise UnsupportedError(f"{reader.where}: mrope_section: rotation by several positions")
+        raise UnsupportedError(f"{reader.where}: mrope_section is not supported", hint)
 
 
 def _kind(reader: ConfigReader) -> RopeKind:

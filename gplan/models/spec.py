@@ -14,6 +14,7 @@ from gplan.models.rope import RopeSpec, check_rope_length, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONFIG = "config.json"
+FULL_HINT = "Every layer must attend to all tokens before it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +216,7 @@ def _head_dim(reader: ConfigReader, family: Family, heads: int) -> int:
     else:
         head_dim = hidden // heads
     if head_dim % 2:
-        raise UnsupportedError(f"{CONFIG}: head_dim {head_dim} is odd: rotation needs pairs")
+        raise UnsupportedError(f"{CONFIG}: head_dim {head_dim} is odd", "Rotary embedding needs an even one.")
     return head_dim
 
 
@@ -238,7 +239,7 @@ def _window(reader: ConfigReader, family: Family, max_len: int) -> int:
         return 0
     if family.window_flag:
         if reader.flag(family.window_flag, False):
-            raise UnsupportedError(f"{CONFIG}: {family.window_flag}: a live sliding window is not supported")
+            raise UnsupportedError(f"{CONFIG}: {family.window_flag}: a live sliding window is not supported", FULL_HINT)
         return 0
     key = "sliding_window"
     if key in reader.values and not reader.has(key):
@@ -260,7 +261,7 @@ def _refuse_mixed_layers(reader: ConfigReader) -> None:
         raise GplanError(f"{CONFIG}: layer_types is {kinds!r}, expected a list", "Correct the checkpoint's config.")
     others = sorted({str(kind) for kind in kinds if kind != "full_attention"})
     if others:
-        raise UnsupportedError(f"{CONFIG}: layer_types: {', '.join(others)} layers are not supported")
+        raise UnsupportedError(f"{CONFIG}: layer_types: {', '.join(others)} layers are not supported", FULL_HINT)
 
 
 def _has_bias(reader: ConfigReader, key: str) -> bool:

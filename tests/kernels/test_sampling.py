@@ -182,6 +182,10 @@ def test_half_precision_logits_are_not_changed(dtype: torch.dtype) -> None:
     assert torch.equal(logits, before)
 
 
+def test_no_rows_are_no_tokens() -> None:
+    assert KERNELS.sample(torch.empty(0, VOCAB), _inputs(0)).shape == (0,)
+
+
 def test_penalties() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 1.0], [2.0, -2.0, 2.0, -2.0, 1.0]])
     counts = torch.tensor([[3, 1, 0, 0, 0], [3, 1, 0, 0, 0]], dtype=torch.int32)

@@ -145,8 +145,9 @@ def test_yarn_follows_what_it_stretches_to() -> None:
     ],
 )
 def test_refused_by_name(config: dict[str, Any], names: str) -> None:
-    with pytest.raises(UnsupportedError, match=names):
+    with pytest.raises(UnsupportedError, match=names) as refusal:
         _spec(**config)
+    assert refusal.value.hint
 
 
 @pytest.mark.parametrize(

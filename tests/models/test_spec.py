@@ -141,8 +141,9 @@ def test_a_window_is_refused_only_where_it_would_be_felt() -> None:
     ],
 )
 def test_refused_by_name(config: dict[str, Any], names: str) -> None:
-    with pytest.raises(UnsupportedError, match=names):
+    with pytest.raises(UnsupportedError, match=names) as refusal:
         _spec(**config)
+    assert refusal.value.hint
 
 
 @pytest.mark.parametrize(
