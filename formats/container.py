@@ -82,7 +82,10 @@ def encode(plan: Plan) -> bytes:
     """
     plan = _normalised(plan)
     validate(plan)
-    text = msgspec.json.encode(plan)
+    try:
+        text = msgspec.json.encode(plan)
+    except UnicodeEncodeError as error:
+        raise WrongTypeError(f"the plan holds text that is not Unicode: {error}") from None
     if len(text) > MAX_JSON_BYTES:
         raise TooLargeError(f"the plan takes {len(text)} bytes of JSON; the format allows {MAX_JSON_BYTES}")
     payload = zstandard.ZstdCompressor(

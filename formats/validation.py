@@ -19,6 +19,7 @@ _HINT = "Make the plan again: gplan plan CHECKPOINT -o FILE"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ABSOLUTE = re.compile(r"/|~[^/ ]*/|\\\\|file:|[A-Za-z]:[\\/]")
 _LARGEST = 2**63 - 1
+_FEW = 20
 
 _MAY_BE_NEGATIVE = frozenset({"regret"})
 _AT_LEAST_ONE = (
@@ -55,8 +56,7 @@ def validate(plan: Plan) -> None:
 
 def problems(plan: Plan) -> Iterator[Problem]:
     """Every inconsistency of the plan. Later ones may follow from earlier ones."""
-    if not _are_plain(plan):
-        yield from _values(plan, "")
+    yield from _values(plan)
     yield from _identity(plan)
     yield from _limits(plan)
     yield from _phase(plan.decode, "decode", plan.limits.max_batch, "limits.max_batch", plan)
@@ -67,39 +67,46 @@ def problems(plan: Plan) -> Iterator[Problem]:
     yield from _evidence(plan)
 
 
-def _are_plain(value: Any) -> bool:
-    """Whether `_values` would find nothing: the same rules without paths, for large plans."""
-    if isinstance(value, tuple):
-        return all(map(_are_plain, value))
-    if isinstance(value, msgspec.Struct):
-        return all(_are_plain(getattr(value, name)) for name in value.__struct_fields__)
-    if isinstance(value, str):
-        return _ABSOLUTE.match(value) is None
-    return value is None or 0 <= value <= _LARGEST
+def _values(plan: Plan) -> list[Problem]:
+    """What holds for every number and text wherever it stands; the first few that do not."""
+    found: list[Problem] = []
+    _walk(plan, [], found)
+    return found
 
 
-def _values(value: Any, path: str) -> Iterator[Problem]:
-    """What holds for every number and text wherever it stands."""
-    if isinstance(value, msgspec.Struct):
+def _walk(value: Any, path: list[str | int], found: list[Problem]) -> None:
+    """Adds to `found`. One pass over what may be a million values: a path becomes text only where it is needed."""
+    kind = type(value)
+    if kind is int or kind is float:
+        if not 0 <= value <= _LARGEST and len(found) < _FEW:
+            found.extend(_number(value, path))
+    elif kind is tuple:
+        path.append(0)
+        for path[-1], item in enumerate(value):
+            _walk(item, path, found)
+        path.pop()
+    elif kind is str:
+        if _ABSOLUTE.match(value) and len(found) < _FEW:
+            found.append((_path_text(path), "is an absolute path; a plan holds none"))
+    elif isinstance(value, msgspec.Struct):
+        path.append("")
         for name in value.__struct_fields__:
-            yield from _values(getattr(value, name), f"{path}.{name}" if path else name)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _values(item, f"{path}[{index}]")
-    elif isinstance(value, str):
-        if _ABSOLUTE.match(value):
-            yield path, "is an absolute path; a plan holds none"
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield from _number(value, path)
+            path[-1] = name
+            _walk(getattr(value, name), path, found)
+        path.pop()
 
 
-def _number(value: float, path: str) -> Iterator[Problem]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield path, f"{value} is not a finite number"
-    elif value < 0 and path.rpartition(".")[2] not in _MAY_BE_NEGATIVE:
-        yield path, f"{value} is negative"
+def _number(value: float, path: list[str | int]) -> Iterator[Problem]:
+    if not math.isfinite(value):
+        yield _path_text(path), f"{value} is not a finite number"
+    elif value < 0 and path[-1] not in _MAY_BE_NEGATIVE:
+        yield _path_text(path), f"{value} is negative"
     elif isinstance(value, int) and value > _LARGEST:
-        yield path, "is larger than 64 bits hold"
+        yield _path_text(path), "is larger than 64 bits hold"
+
+
+def _path_text(path: list[str | int]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _identity(plan: Plan) -> Iterator[Problem]:
@@ -241,8 +248,8 @@ def _choices(plan: Plan) -> Iterator[Problem]:
             yield f"{path}.field", f"the plan has no field {choice.field!r}"
         elif choice.field in fields[:index]:
             yield f"{path}.field", f"{choice.field} is chosen twice"
-        elif isinstance(value, str) and value != choice.value:
-            yield f"{path}.value", f"says {choice.value!r}, but {choice.field} is {value!r}"
+        elif isinstance(value, str | int) and str(value) != choice.value:
+            yield f"{path}.value", f"says {choice.value!r}, but {choice.field} is {str(value)!r}"
 
 
 def _workload(plan: Plan) -> Iterator[Problem]:
