@@ -29,7 +29,8 @@ def captured(request: pytest.FixtureRequest, torch_device: torch.device) -> Iter
     """A toy with every size captured, largest first."""
     device = make_graph_device(torch_device)
     toy, backend = Toy(torch_device), make_backend(request.param, device)
-    capture_all(toy, backend, SIZES)
+    with device.session():
+        capture_all(toy, backend, SIZES)
     backend.freeze()
     yield toy, backend
     backend.close()
@@ -40,7 +41,7 @@ def capture_one(
     device: GraphDevice, name: str, fn: object, num_breaks: int = 0
 ) -> tuple[CaptureBackend, tuple[Tensor, ...]]:
     backend = make_backend(name, device)
-    with torch.no_grad(), device.session():
+    with torch.no_grad():
         outputs = backend.capture(key_of(1), fn, num_breaks)
     return backend, outputs
 
@@ -62,10 +63,10 @@ def test_replay_equals_eager_in_any_order(captured: tuple[Toy, CaptureBackend], 
         check_replay(toy, backend, size, make_step(chance.randrange(2**32), chance.randint(0, size)))
 
 
-def test_replay_returns_the_tensors_of_capture(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_replay_returns_the_tensors_of_capture(open_device: GraphDevice, torch_device: torch.device) -> None:
     x = torch.ones(4, device=torch_device)
     for name in BACKENDS:
-        backend, outputs = capture_one(graph_device, name, lambda: (x + 1, x * 2))
+        backend, outputs = capture_one(open_device, name, lambda: (x + 1, x * 2))
         addresses = [output.data_ptr() for output in outputs]
         x.fill_(5)
         again = backend.replay(key_of(1))
@@ -98,8 +99,8 @@ def test_replay_runs_no_python_of_the_model(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_the_eager_backend_does_run_the_model(graph_device: GraphDevice, torch_device: torch.device) -> None:
-    toy, backend = Toy(torch_device), make_backend("eager", graph_device)
+def test_the_eager_backend_does_run_the_model(open_device: GraphDevice, torch_device: torch.device) -> None:
+    toy, backend = Toy(torch_device), make_backend("eager", open_device)
     capture_all(toy, backend, [2])
     before = toy.num_forwards
     backend.replay(key_of(2))
@@ -111,26 +112,27 @@ def test_smaller_keys_after_the_largest_need_no_more_memory(
     graph_device: GraphDevice, torch_device: torch.device, name: str
 ) -> None:
     toy, backend = Toy(torch_device), make_backend(name, graph_device)
-    capture_all(toy, backend, [MAX])
-    largest = graph_device.pool_nbytes()
-    capture_all(toy, backend, range(MAX - 1, 0, -1))
+    with graph_device.session():
+        capture_all(toy, backend, [MAX])
+        largest = graph_device.pool_nbytes()
+        capture_all(toy, backend, range(MAX - 1, 0, -1))
     assert 0 < largest == graph_device.pool_nbytes()
     backend.close()
 
 
 @pytest.mark.parametrize("name", GRAPH_BACKENDS)
-def test_a_rebound_input_is_not_seen(graph_device: GraphDevice, torch_device: torch.device, name: str) -> None:
+def test_a_rebound_input_is_not_seen(open_device: GraphDevice, torch_device: torch.device, name: str) -> None:
     """Why the guard exists: a replay reads the address, whatever the Python object says by then."""
     x = torch.ones(4, device=torch_device)
     old = x.data
-    backend, (output,) = capture_one(graph_device, name, lambda: (x + 1,))
+    backend, (output,) = capture_one(open_device, name, lambda: (x + 1,))
     x.data = torch.full((4,), 100.0, device=torch_device)
     old.fill_(7)
     backend.replay(key_of(1))
     assert output.tolist() == [8.0] * 4
 
 
-def test_full_records_declared_breaks_inside(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_full_records_declared_breaks_inside(open_device: GraphDevice, torch_device: torch.device) -> None:
     x, calls = torch.ones(4, device=torch_device), []
 
     @graph_break
@@ -138,7 +140,7 @@ def test_full_records_declared_breaks_inside(graph_device: GraphDevice, torch_de
         calls.append(value)
         return value * 2
 
-    backend, (output,) = capture_one(graph_device, "full", lambda: (double(x + 1) + 1,), num_breaks=7)
+    backend, (output,) = capture_one(open_device, "full", lambda: (double(x + 1) + 1,), num_breaks=7)
     assert len(calls) == 1
     x.fill_(2)
     backend.replay(key_of(1))
@@ -146,7 +148,7 @@ def test_full_records_declared_breaks_inside(graph_device: GraphDevice, torch_de
     assert output.tolist() == [7.0] * 4
 
 
-def test_what_crosses_a_break_is_kept(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_what_crosses_a_break_is_kept(open_device: GraphDevice, torch_device: torch.device) -> None:
     """Arguments and results of a break stay at their addresses, though the forward has dropped them."""
     x, factor = torch.ones(4, device=torch_device), [2.0]
 
@@ -158,7 +160,7 @@ def test_what_crosses_a_break_is_kept(graph_device: GraphDevice, torch_device: t
         scaled, moved = scale(x + 1, offset=x - 1)
         return (scaled * 10 + moved,)
 
-    backend, (output,) = capture_one(graph_device, "breakable", forward, num_breaks=1)
+    backend, (output,) = capture_one(open_device, "breakable", forward, num_breaks=1)
     gc.collect()
     clutter = [torch.full((4,), float("nan"), device=torch_device) for _ in range(64)]
     for value, factor[0] in ((3.0, 2.0), (5.0, 4.0)):
@@ -170,11 +172,11 @@ def test_what_crosses_a_break_is_kept(graph_device: GraphDevice, torch_device: t
     assert {"output 0", "break 0 argument 0", "break 0 argument 1", "break 0 result 1"} <= set(names)
 
 
-def test_a_break_inside_a_break_is_a_call(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_a_break_inside_a_break_is_a_call(open_device: GraphDevice, torch_device: torch.device) -> None:
     x = torch.ones(4, device=torch_device)
     inner = graph_break(lambda value: value + 1)
     outer = graph_break(lambda value: inner(value) * 2)
-    backend, (output,) = capture_one(graph_device, "breakable", lambda: (outer(x) + 1,), num_breaks=1)
+    backend, (output,) = capture_one(open_device, "breakable", lambda: (outer(x) + 1,), num_breaks=1)
     x.fill_(2)
     backend.replay(key_of(1))
     assert output.tolist() == [7.0] * 4
@@ -182,9 +184,9 @@ def test_a_break_inside_a_break_is_a_call(graph_device: GraphDevice, torch_devic
 
 @pytest.mark.parametrize("expected", [0, LAYERS - 1, LAYERS + 1])
 def test_a_wrong_number_of_breaks_is_refused(
-    graph_device: GraphDevice, torch_device: torch.device, expected: int
+    open_device: GraphDevice, torch_device: torch.device, expected: int
 ) -> None:
-    toy, backend = Toy(torch_device), make_backend("breakable", graph_device)
+    toy, backend = Toy(torch_device), make_backend("breakable", open_device)
     with pytest.raises(CaptureError, match=rf"decode:4: expected {expected} breaks, met {LAYERS}"):
         capture_all(toy, backend, [4], num_breaks=expected)
     assert key_of(4) not in backend
@@ -194,12 +196,12 @@ def test_a_wrong_number_of_breaks_is_refused(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_results_that_are_no_tensors_are_refused(
-    graph_device: GraphDevice, torch_device: torch.device, name: str
+    open_device: GraphDevice, torch_device: torch.device, name: str
 ) -> None:
     x = torch.ones(4, device=torch_device)
     for result in (x, [x], (x, 1), None):
         with pytest.raises(CaptureError, match="decode:1: the forward returned"):
-            capture_one(graph_device, name, lambda result=result: (x.add_(1), result)[1])
+            capture_one(open_device, name, lambda result=result: (x.add_(1), result)[1])
 
 
 @pytest.mark.parametrize("captured", BACKENDS, indirect=True)
@@ -211,43 +213,14 @@ def test_no_key_is_captured_after_freeze(captured: tuple[Toy, CaptureBackend]) -
     assert backend.keys() == tuple(key_of(size) for size in SIZES)
 
 
-def test_a_key_is_captured_once(graph_device: GraphDevice, torch_device: torch.device) -> None:
-    toy, backend = Toy(torch_device), make_backend("full", graph_device)
+def test_a_key_is_captured_once(open_device: GraphDevice, torch_device: torch.device) -> None:
+    toy, backend = Toy(torch_device), make_backend("full", open_device)
     capture_all(toy, backend, [2])
     with pytest.raises(CaptureError, match="decode:2: captured before"):
         capture_all(toy, backend, [2])
 
 
-def test_session_stops_garbage_collection_and_restores_it(graph_device: GraphDevice) -> None:
-    assert gc.isenabled()
-    frozen = gc.get_freeze_count()
-    with graph_device.session():
-        assert not gc.isenabled()
-        assert gc.get_freeze_count() > frozen
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
-
-
-def test_session_does_not_enable_what_was_off(graph_device: GraphDevice) -> None:
-    gc.disable()
-    try:
-        with pytest.raises(KeyError), graph_device.session():
-            raise KeyError
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_sessions_do_not_nest(graph_device: GraphDevice) -> None:
-    with graph_device.session():
-        with pytest.raises(CaptureError, match="session"), graph_device.session():
-            pass
-        assert not gc.isenabled()
-    with graph_device.session():
-        pass
-
-
-def test_measure_peak_counts_what_lives_at_once(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_measure_peak_counts_what_lives_at_once(open_device: GraphDevice, torch_device: torch.device) -> None:
     x = torch.ones(1 << 20, device=torch_device)  # 4 MiB
 
     def chain() -> Tensor:
@@ -258,29 +231,29 @@ def test_measure_peak_counts_what_lives_at_once(graph_device: GraphDevice, torch
 
     with torch.no_grad():
         chain()
-        assert graph_device.measure_peak(chain) == pytest.approx(2 * x.nbytes, rel=0.05)
-        assert graph_device.measure_peak(lambda: [x + i for i in range(5)]) == pytest.approx(5 * x.nbytes, rel=0.05)
-        assert graph_device.measure_peak(lambda: x.add_(1)) < x.nbytes / 10
-        assert graph_device.measure_peak(lambda: x.view(2, -1).t()) < x.nbytes / 10
+        assert open_device.measure_peak(chain) == pytest.approx(2 * x.nbytes, rel=0.05)
+        assert open_device.measure_peak(lambda: [x + i for i in range(5)]) == pytest.approx(5 * x.nbytes, rel=0.05)
+        assert open_device.measure_peak(lambda: x.add_(1)) < x.nbytes / 10
+        assert open_device.measure_peak(lambda: x.view(2, -1).t()) < x.nbytes / 10
 
 
-def test_time_is_measured_per_run(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_time_is_measured_per_run(open_device: GraphDevice, torch_device: torch.device) -> None:
     x, runs = torch.ones(1 << 16, device=torch_device), []
-    times = graph_device.time_us(lambda: runs.append(x.sum()), 5)
+    times = open_device.time_us(lambda: runs.append(x.sum()), 5)
     assert len(times) == 5 == len(runs)
     assert all(time > 0 for time in times)
 
 
-def test_read_later_gives_the_value_of_its_time(graph_device: GraphDevice, torch_device: torch.device) -> None:
+def test_read_later_gives_the_value_of_its_time(open_device: GraphDevice, torch_device: torch.device) -> None:
     x = torch.arange(4, device=torch_device)
-    read = graph_device.read_later(x)
+    read = open_device.read_later(x)
     x.fill_(-1)
     assert read().tolist() == [0, 1, 2, 3]
     assert read().device.type == "cpu"
 
 
-def test_memory_is_consistent(graph_device: GraphDevice) -> None:
-    memory = graph_device.memory()
+def test_memory_is_consistent(open_device: GraphDevice) -> None:
+    memory = open_device.memory()
     assert 0 < memory.free <= memory.total
     assert 0 <= memory.allocated <= memory.reserved <= memory.total
     assert memory.non_torch >= 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,10 +22,8 @@ STEP = Step(torch.tensor([5, 6]), torch.tensor([1, 2]), torch.tensor([3, 4], dty
 
 
 @pytest.fixture(params=GRAPH_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[CaptureBackend]:
-    device = TapeDevice()
-    yield make_backend(request.param, device)
-    device.close()
+def backend(request: pytest.FixtureRequest, open_tape: TapeDevice) -> CaptureBackend:
+    return make_backend(request.param, open_tape)
 
 
 def guarded(toy: Toy, backend: CaptureBackend) -> AddressGuard:

@@ -30,15 +30,6 @@ def tape() -> Iterator[TapeDevice]:
     device.close()
 
 
-@pytest.fixture(scope="module")
-def open_tape() -> Iterator[TapeDevice]:
-    """A tape in a session that many tests share: opening one collects all garbage of the test run."""
-    device = TapeDevice(debug=True)
-    with device.session():
-        yield device
-    device.close()
-
-
 def record(tape: TapeDevice, fn: CaptureFn, mode: Mode = torch.no_grad) -> tuple[Segment, tuple[Tensor, ...]]:
     with mode():
         tape.begin_segment()
@@ -205,9 +196,9 @@ def test_use_after_free_shows_in_debug_only(debug: bool, is_nan: bool) -> None:
     assert output.isnan().all() == is_nan
 
 
-def test_a_model_is_replayed_right_with_dead_memory_poisoned(tape: TapeDevice) -> None:
+def test_a_model_is_replayed_right_with_dead_memory_poisoned(open_tape: TapeDevice) -> None:
     for name in ("full", "breakable"):
-        toy, backend = Toy(torch.device("cpu")), make_backend(name, tape)
+        toy, backend = Toy(torch.device("cpu")), make_backend(name, open_tape)
         capture_all(toy, backend, [8, 3])
         for size in (3, 8, 3):
             check_replay(toy, backend, size, make_step(size, 2))
@@ -412,8 +403,8 @@ def test_peak_looks_into_composites_and_custom_operators(tape: TapeDevice, mode:
     assert peak >= (1 << 14) * cache[0].nbytes  # the keys that its kernel gathers
 
 
-def test_breakable_makes_a_segment_more_than_breaks(tape: TapeDevice) -> None:
-    toy, backend = Toy(torch.device("cpu")), make_backend("breakable", tape)
+def test_breakable_makes_a_segment_more_than_breaks(open_tape: TapeDevice) -> None:
+    toy, backend = Toy(torch.device("cpu")), make_backend("breakable", open_tape)
     capture_all(toy, backend, [2])
     names = [name for name, _ in backend.tensors(key_of(2))]
     assert {name.rsplit(" ", 2)[0] for name in names if name.startswith("break")} == {

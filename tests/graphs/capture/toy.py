@@ -130,8 +130,8 @@ def key_of(size: int) -> ShapeKey:
 
 
 def capture_all(toy: Toy, backend: CaptureBackend, sizes: Iterable[int], num_breaks: int = LAYERS) -> None:
-    """Captures the sizes in the given order, on padding alone."""
-    with torch.no_grad(), backend.device.session():
+    """Captures the sizes in the given order, on padding alone, in the session that is open."""
+    with torch.no_grad():
         for size in sizes:
             toy.load(make_step(0, 0), size)
             toy.forward_of(size)()
