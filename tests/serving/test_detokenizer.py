@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ class CountingTokenizer:
         self._tokenizer = tokenizer
         self.decoded = 0
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.decoded += len(ids)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
