@@ -62,7 +62,7 @@ class Engine:
     def run(self) -> None:
         """Until drained, or orphaned."""
         while not (self._is_draining and self._is_idle):
-            if self._is_idle and self._is_orphan():
+            if self._is_orphan():
                 return
             self._receive(IDLE_WAIT_MS if self._is_idle else 0)
             self._step()
@@ -91,6 +91,7 @@ class Engine:
 
     def _step(self) -> None:
         batch = self._scheduler.schedule()
+        assert batch is not None or self._flying or self._is_idle, "requests wait, and nothing can run"
         if batch is not None:
             self._flying.append(self._executor.launch(batch))
         keep = self._executor.result_lag if batch is not None else 0
