@@ -11,8 +11,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
@@ -46,16 +49,38 @@ class EngineDiedError(GplanError):
         self.exit_code = code
 
 
+class Observer(Protocol):
+    """Is told what happens; seconds."""
+
+    def on_step(self, step: StepStats) -> None: ...
+
+    def on_idle(self, pages_used: int) -> None: ...
+
+    def on_first_token(self, seconds: float) -> None: ...
+
+    def on_next_token(self, seconds: float) -> None: ...
+
+    def on_last_token(self, seconds: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Stream:
+    """An open request; None in the queue says that the engine died."""
+
+    submitted_at: float
+    last_token_at: float | None = None
+    queue: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)
+
+
 class EngineClient:
     """One engine process.
 
     Args:
-        on_step: called with the figures of every step.
-        on_pages: called with the pages in use when the engine falls idle.
+        observer: is told of every step and every token's delay.
     """
 
-    def __init__(self, on_step: Callable[[StepStats], None], on_pages: Callable[[int], None]) -> None:
-        self._on_step, self._on_pages = on_step, on_pages
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
         self._folder = Path(tempfile.mkdtemp(prefix="gplan-"))
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -64,7 +89,7 @@ class EngineClient:
         self._endpoint = f"ipc://{self._folder / 'engine'}"
         self._socket.bind(self._endpoint)
         self._process: subprocess.Popen[bytes] | None = None
-        self._streams: dict[str, asyncio.Queue[Output | None]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._reader: asyncio.Task[None] | None = None
         self.death: EngineDiedError | None = None
         self.died = asyncio.Event()
@@ -108,10 +133,9 @@ class EngineClient:
         """
         if self.death is not None:
             raise self.death
-        queue: asyncio.Queue[Output | None] = asyncio.Queue()
-        self._streams[name] = queue
+        opened = self._streams[name] = _Stream(time.monotonic())
         await self._send(pack(Add(name, prompt, params)))
-        return queue
+        return opened.queue
 
     async def abort(self, names: Sequence[str]) -> None:
         """Gives up requests; those that ended are left alone."""
@@ -161,25 +185,35 @@ class EngineClient:
             match message:
                 case Outputs():
                     self._spread(message.outputs)
-                    self._on_step(message.stats)
+                    self._observer.on_step(message.stats)
                 case Idle():
-                    self._on_pages(message.pages_used)
+                    self._observer.on_idle(message.pages_used)
                 case Fatal():
                     self._die(message)
                 case _:
                     continue
 
     def _spread(self, outputs: Sequence[Output]) -> None:
+        now = time.monotonic()
         for output in outputs:
-            finished = bool(output.finish_reason)
-            queue = self._streams.pop(output.id, None) if finished else self._streams.get(output.id)
-            if queue is not None:
-                queue.put_nowait(output)
+            is_last = bool(output.finish_reason)
+            opened = self._streams.pop(output.id, None) if is_last else self._streams.get(output.id)
+            if opened is None:
+                continue
+            opened.queue.put_nowait(output)
+            if output.tokens:
+                if opened.last_token_at is None:
+                    self._observer.on_first_token(now - opened.submitted_at)
+                else:
+                    self._observer.on_next_token(now - opened.last_token_at)
+                opened.last_token_at = now
+            if is_last:
+                self._observer.on_last_token(now - opened.submitted_at)
 
     def _die(self, message: Fatal) -> None:
         self.death = EngineDiedError(message.message, message.hint, message.code)
-        for queue in self._streams.values():
-            queue.put_nowait(None)
+        for opened in self._streams.values():
+            opened.queue.put_nowait(None)
         self._streams.clear()
         self.died.set()
 

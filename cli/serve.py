@@ -1,0 +1,69 @@
+"""`gplan serve`: answers the OpenAI API with a plan that was made before, and decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import click
+
+from cli.failure import say
+from cli.parameters import plan_argument
+from cli.progress import show_progress
+from formats.container import read_plan
+from formats.plan import plan_id
+
+
+@click.command()
+@plan_argument
+@click.option("--checkpoint", help="Where the checkpoint is, if not where it was when it was planned.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 for any free port.")
+@click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")
+@click.option("--api-key", envvar="GPLAN_API_KEY", help="Key that requests must carry; also read from GPLAN_API_KEY.")
+@click.option("--model-name", help="Name that requests give; by default the last part of the checkpoint's path.")
+@click.option("--log-requests", is_flag=True, help="Log a line for each request (never its contents).")
+def serve(
+    plan: str,
+    checkpoint: str | None,
+    host: str,
+    port: int,
+    accept_drift: tuple[str, ...],
+    api_key: str | None,
+    model_name: str | None,
+    log_requests: bool,
+) -> int:
+    """Serves a plan: checks the machine, takes memory as planned, captures the planned graphs, answers.
+
+    Decides nothing: what there is to decide is in the plan. SIGTERM or Ctrl-C finishes what runs and ends; a second one
+    ends at once. Exit code 3 if checkpoint or machine are not those planned for.
+
+    \b
+    Examples:
+      gplan serve model.gplan
+      gplan serve model.gplan --checkpoint ./model --port 9000
+    """
+    read = read_plan(plan)
+    from gplan.serving.protocol import Ready
+    from gplan.serving.server import ServeOptions
+    from gplan.serving.server import serve as serve_plan
+
+    if log_requests:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    options = ServeOptions(
+        checkpoint=checkpoint or read.model.source,
+        host=host,
+        port=port,
+        accept_drift=accept_drift,
+        api_key=api_key,
+        model_name=model_name or os.path.basename(os.path.abspath(checkpoint or read.model.source)),
+    )
+
+    def on_ready(ready: Ready, url: str) -> None:
+        for sentence in (*ready.accepted_drift, *ready.advisory_drift):
+            say(f"drift: {sentence}")
+        say(f"plan {plan_id(read)} ready in {ready.seconds:.1f} s: {ready.num_pages * read.limits.page_size} KV tokens")
+        say(f"serving {options.model_name} on {url}/v1")
+
+    with show_progress() as progress:
+        return serve_plan(read, options, progress, on_ready)

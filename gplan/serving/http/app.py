@@ -1,0 +1,211 @@
+"""Routes of the server, and what holds for every request: access, request ids, errors in the API's form."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from formats.openai import ModelCard, ModelList
+from formats.plan import PhasePlan
+from gplan.errors import GplanError
+from gplan.serving.http.chat import chat_completions
+from gplan.serving.http.completions import completions
+from gplan.serving.http.errors import ApiError
+from gplan.serving.http.service import Service, decode_body, in_thread
+
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+T = TypeVar("T")
+
+log = logging.getLogger("gplan.http")
+
+
+def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """The ASGI application of one served plan."""
+    routes = [
+        _route(service, "/v1/completions", completions, "POST"),
+        _route(service, "/v1/chat/completions", chat_completions, "POST"),
+        _route(service, "/v1/models", _models, "GET"),
+        _route(service, "/v1/models/{name:path}", _model, "GET"),
+        _route(service, "/tokenize", _tokenize, "POST"),
+        _route(service, "/detokenize", _detokenize, "POST"),
+        _route(service, "/health", _health, "GET"),
+        _route(service, "/metrics", _metrics, "GET"),
+        _route(service, "/server_info", _server_info, "GET"),
+    ]
+    app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _wrong_method})
+    return _Observed(app, service)
+
+
+class _Observed:
+    """Around every request: the key, an id, a line in the log, a count."""
+
+    def __init__(self, app: Starlette, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+        request_id = uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        if self._is_allowed(scope):
+            await self._app(scope, receive, send_with_id)
+        else:
+            refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            await refusal.response()(scope, receive, send_with_id)
+        self._note(scope, status, request_id, time.monotonic() - started)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        key = self._service.api_key
+        if key is None or scope["path"] == "/health":
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, b"Bearer " + key.encode())
+
+    def _note(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
+        endpoint = scope["path"] if scope["path"] in _COUNTED else "other"
+        self._service.metrics.requests.labels(endpoint, str(status)).inc()
+        log.info("%s %s %d %.3fs %s", scope["method"], scope["path"], status, seconds, request_id)
+
+
+_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"})
+
+
+def _route(service: Service, path: str, handler: Handler, method: str) -> Route:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(service, request)
+        except ApiError as error:
+            return error.response()
+        except GplanError as error:
+            return ApiError(503, error.message, code="engine_down").response()
+
+    return Route(path, endpoint, methods=[method])
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    return ApiError(404, f"there is no {request.url.path} here", code="unknown_url").response()
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    return ApiError(405, f"{request.url.path} does not take {request.method}", code="method_not_allowed").response()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+# Models and tokens --------------------------------------------------------------------------------------------------
+
+
+def _card(service: Service) -> ModelCard:
+    return ModelCard(id=service.model, created=service.started_at, max_model_len=service.plan.limits.max_len)
+
+
+async def _models(service: Service, request: Request) -> Response:
+    return _json(ModelList(data=[_card(service)]))
+
+
+async def _model(service: Service, request: Request) -> Response:
+    service.check_model(request.path_params["name"])
+    return _json(_card(service))
+
+
+class _TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class _DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+async def _tokenize(service: Service, request: Request) -> Response:
+    body = await decode_body(request, lambda data: _decode(_TokenizeRequest, data))
+    tokens = await in_thread(service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.plan.limits.max_len})
+
+
+async def _detokenize(service: Service, request: Request) -> Response:
+    body = await decode_body(request, lambda data: _decode(_DetokenizeRequest, data))
+    vocab_size = service.plan.model.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ApiError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", param="tokens")
+    return _json({"prompt": await in_thread(service.tokenizer.decode, body.tokens)})
+
+
+def _decode(kind: type[T], data: bytes) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, str(error)) from None
+
+
+# State --------------------------------------------------------------------------------------------------------------
+
+
+async def _health(service: Service, request: Request) -> Response:
+    if not service.client.is_alive:
+        death = service.client.death
+        raise ApiError(503, "the engine is not running" if death is None else death.message, code="engine_down")
+    if service.is_draining:
+        raise ApiError(503, "the server is stopping", code="stopping")
+    return _json({"status": "ok"})
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _server_info(service: Service, request: Request) -> Response:
+    plan, ready = service.plan, service.ready
+    return _json(
+        {
+            "plan_id": service.plan_id,
+            "model": service.model,
+            "kernels": plan.kernels,
+            "dtype": plan.dtype,
+            "limits": plan.limits,
+            "decode": _phase(plan.decode),
+            "prefill": _phase(plan.prefill),
+            "kv_pages": plan.num_kv_pages - 1,
+            "kv_tokens": (plan.num_kv_pages - 1) * plan.limits.page_size,
+            "ledger": ready.ledger,
+            "accepted_drift": ready.accepted_drift,
+            "advisory_drift": ready.advisory_drift,
+            "engine_start_seconds": ready.seconds,
+        }
+    )
+
+
+def _phase(phase: PhasePlan) -> dict[str, Any]:
+    return {
+        "backend": phase.backend,
+        "ladder": [bucket.size for bucket in phase.ladder],
+        "max_size": phase.max_size,
+        "eager_sizes": phase.eager_sizes,
+        "padding_cap": phase.padding_cap,
+    }
