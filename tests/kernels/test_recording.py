@@ -149,6 +149,21 @@ def test_operators_know_their_results_without_data() -> None:
         assert kernels.sample(torch.empty(3, shape.vocab_size), inputs).shape == (3,)
 
 
+def test_operators_write_what_their_schemas_say() -> None:
+    requests = PagedRequests.make((9, 5), (1, 1))
+    batch, out = requests.batch, torch.zeros_like(requests.q)
+    caches = requests.k_cache.nan_to_num(), requests.v_cache.nan_to_num()
+    lists = [torch.from_numpy(values) for values in (batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)]
+    ones, ids = torch.ones(2), torch.arange(2)
+    for name, args in {
+        "paged_decode_attention": (requests.q, *caches, *lists, out),
+        "paged_prefill_attention": (requests.q, *caches, torch.from_numpy(batch.qo_indptr), *lists, out),
+        "sample_tokens": (torch.randn(2, 9), ones, ids.int() + 3, ones, ones * 0, ids, ids, torch.zeros_like(ids)),
+    }.items():
+        operator = getattr(torch.ops.gplan, name).default
+        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_page_lists_are_copied_not_kept() -> None:
     requests = PagedRequests.make((9, 5), (1, 1))
     attention = make_kernels("reference", requests.shape).decode_attention(2, in_graph=True)
