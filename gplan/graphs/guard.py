@@ -34,7 +34,7 @@ class AddressGuard:
     def __init__(self) -> None:
         self._getters: dict[str, Getter] = {}
         self._facts: dict[str, _Fact] = {}
-        self._snapshots: dict[ShapeKey, tuple[_Fact, ...]] = {}
+        self._snapshots: dict[ShapeKey, _Snapshot] = {}
 
     def watch(self, name: str, getter: Getter) -> None:
         """Adds a buffer to the snapshots taken from now on.
@@ -48,7 +48,7 @@ class AddressGuard:
 
     def snapshot(self, key: ShapeKey, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Notes the addresses of everything watched, and of `tensors`, as what the graph of `key` refers to."""
-        watched = [self._fact_of(name, getter) for name, getter in self._getters.items()]
+        watched = tuple(self._fact_of(name, getter) for name, getter in self._getters.items())
         seen = {fact.storage_id for fact in watched}
         others = []
         for name, tensor in tensors:
@@ -56,30 +56,36 @@ class AddressGuard:
             if fact.storage_id not in seen:
                 seen.add(fact.storage_id)
                 others.append(fact)
-        self._snapshots[key] = (*watched, *others)
+        self._snapshots[key] = _Snapshot(watched, tuple(others))
 
     def check(self, key: ShapeKey) -> None:
-        """Compares with the snapshot of `key`.
+        """Compares with the snapshot of `key`, cheaply: where the same tensor is found at the same address, nothing
+        more is asked, since a graph reads the address and not the tensor.
 
         Raises:
             GuardError: names key, buffer, and what happened to it: moved, resized, freed or rebound.
         """
-        for fact in self._snapshots[key]:
-            if not fact.holds():
-                raise GuardError(
-                    f"{key}: {fact.name} was {fact.change()} since capture",
-                    "A captured graph reads and writes fixed addresses: fill buffers in place and keep them.",
-                )
+        snapshot = self._snapshots[key]
+        for getter, tensor, data_ptr, fact in snapshot.quick:
+            try:
+                now = getter()
+            except _GONE:
+                now = None
+            if now is None or now is not tensor() or now.data_ptr() != data_ptr:
+                fact.require(key)
+        for fact in snapshot.others:
+            fact.require(key)
 
     def check_all(self) -> None:
-        """Checks every key that has a snapshot."""
-        for key in self._snapshots:
-            self.check(key)
+        """Compares everything noted, shapes too, for every key."""
+        for key, snapshot in self._snapshots.items():
+            for fact in (*snapshot.watched, *snapshot.others):
+                fact.require(key)
 
     def _fact_of(self, name: str, getter: Getter) -> _Fact:
         """The fact of the last snapshot where it still holds: keys share most of what they refer to."""
         fact = self._facts.get(name)
-        if fact is None or not fact.holds():
+        if fact is None or fact.change() is not None:
             fact = self._facts[name] = _Fact.of(name, getter(), getter)
         return fact
 
@@ -117,16 +123,13 @@ class _Fact:
             dtype=tensor.dtype,
         )
 
-    def holds(self) -> bool:
-        """`change` is None, found out cheaply: of the same tensor at the same address there is little to ask."""
-        if self.getter is not None:
-            try:
-                now = self.getter()
-            except _GONE:
-                return False
-            if now is not None and now is self.tensor():
-                return now.data_ptr() == self.data_ptr and now.shape == self.shape and now.stride() == self.stride
-        return self.change() is None
+    def require(self, key: ShapeKey) -> None:
+        change = self.change()
+        if change is not None:
+            raise GuardError(
+                f"{key}: {self.name} was {change} since capture",
+                "A captured graph reads and writes fixed addresses: fill buffers in place and keep them.",
+            )
 
     def change(self) -> str | None:
         """What happened to the buffer, in words; None for nothing."""
@@ -163,3 +166,11 @@ class _Fact:
             expected, got = f"{list(self.shape)} {self.dtype}", f"{list(now.shape)} {now.dtype}"
             return f"rebound to another shape: expected {expected}, got {got}"
         return None
+
+
+class _Snapshot:
+    """What one key refers to; `quick` is what the cheap check of watched buffers needs, side by side."""
+
+    def __init__(self, watched: tuple[_Fact, ...], others: tuple[_Fact, ...]) -> None:
+        self.watched, self.others = watched, others
+        self.quick = tuple((f.getter, f.tensor, f.data_ptr, f) for f in watched if f.getter is not None)
