@@ -65,7 +65,8 @@ class GraphDevice(ABC):
 
     @abstractmethod
     def begin_segment(self) -> None:
-        """Starts recording. Until `end_segment`, reading a value on the host or synchronising raises CaptureError."""
+        """Starts recording, inside a session and with gradients off. Until `end_segment`, reading a value on the host
+        or synchronising raises CaptureError."""
 
     @abstractmethod
     def end_segment(self) -> Segment:
