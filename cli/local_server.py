@@ -74,6 +74,12 @@ class LocalServer:
                 if data:
                     yield from (choice["delta"].get("content") or "" for choice in json.loads(data)["choices"])
 
+    def model_name(self) -> str:
+        """The name of the one model that is served."""
+        with self._opener.open(f"{self.url}/v1/models", timeout=30) as response:
+            name: str = json.load(response)["data"][0]["id"]
+            return name
+
     def metrics(self) -> tuple[Metric, ...]:
         with self._opener.open(f"{self.url}/metrics", timeout=30) as response:
             return tuple(text_string_to_metric_families(response.read().decode()))

@@ -19,6 +19,8 @@ from cli.check import check
 from cli.diff import diff
 from cli.failure import Failure
 from cli.plan import plan
+from cli.quickstart import quickstart
+from cli.serve import serve
 from cli.show import show
 from formats.errors import FormatError
 from gplan import __version__
@@ -65,7 +67,7 @@ def cli() -> None:
     """
 
 
-for command in (plan, show, check, diff):
+for command in (plan, show, check, serve, diff, quickstart):
     cli.add_command(command)
 
 

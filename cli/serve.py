@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 
 import click
 
-from cli.failure import say
+from cli.failure import say, say_next
 from cli.parameters import plan_argument
 from cli.progress import show_progress
 from formats.container import read_plan
@@ -35,8 +36,9 @@ def serve(
 ) -> int:
     """Serves a plan: checks the machine, takes memory as planned, captures the planned graphs, answers.
 
-    Decides nothing: what there is to decide is in the plan. SIGTERM or Ctrl-C finishes what runs and ends; a second one
-    ends at once. Exit code 3 if checkpoint or machine are not those planned for.
+    Decides nothing: what there is to decide is in the plan. Prints the API's address when it answers. SIGTERM or Ctrl-C
+    finishes what runs and ends; a second one ends at once. Exit code 3 if checkpoint or machine are not those planned
+    for.
 
     \b
     Examples:
@@ -59,11 +61,18 @@ def serve(
         model_name=model_name or os.path.basename(os.path.abspath(checkpoint or read.model.source)),
     )
 
-    def on_ready(ready: Ready, url: str) -> None:
-        for sentence in (*ready.accepted_drift, *ready.advisory_drift):
-            say(f"drift: {sentence}")
-        say(f"plan {plan_id(read)} ready in {ready.seconds:.1f} s: {ready.num_pages * read.limits.page_size} KV tokens")
-        say(f"serving {options.model_name} on {url}/v1")
+    with ExitStack() as until_ready:
+        progress = until_ready.enter_context(show_progress())
 
-    with show_progress() as progress:
+        def on_ready(ready: Ready, url: str) -> None:
+            until_ready.close()
+            for sentence in (*ready.accepted_drift, *ready.advisory_drift):
+                say(f"drift: {sentence}")
+            tokens = ready.num_pages * read.limits.page_size
+            say(
+                f"plan {plan_id(read)} ready in {ready.seconds:.1f} s: {tokens:,} KV tokens, model {options.model_name}"
+            )
+            click.echo(f"{url}/v1")
+            say_next(f"curl {url}/v1/models")
+
         return serve_plan(read, options, progress, on_ready)
