@@ -32,12 +32,9 @@ class Block:
     chunk: int
     offset: int
     nbytes: int
+    address: int
     memory: Bytes
     """The block's bytes. It keeps the chunk alive, not the block."""
-
-    @property
-    def address(self) -> int:
-        return self.memory.ctypes.data
 
 
 class Arena:
@@ -100,7 +97,8 @@ class Arena:
         self._free[chunk].remove((offset, size))
         if size > nbytes:
             insort(self._free[chunk], (offset + nbytes, size - nbytes))
-        block = Block(chunk, offset, nbytes, self._chunks[chunk][offset : offset + nbytes])
+        memory = self._chunks[chunk][offset : offset + nbytes]
+        block = Block(chunk, offset, nbytes, memory.ctypes.data, memory)
         self._live[block.address] = block
         return block
 

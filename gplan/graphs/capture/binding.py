@@ -122,7 +122,7 @@ def _run_and_copy(call: Call, out: Tensor) -> None:
 
 
 def _run_and_copy_all(call: Call, targets: tuple[tuple[int, Tensor], ...]) -> None:
-    results = list(tensors_in(call()))
+    results = tensors_in(call())
     for position, out in targets:
         out.copy_(results[position])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):
     """A dispatch mode without the wrapper that keeps the compiler out of it: that one imports the compiler when the
     first operator comes by, which takes seconds of start-up."""
 
@@ -39,15 +39,21 @@ def decompose(mode: DispatchMode, func: OpOverload, args: tuple[Any, ...], kwarg
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Tensors in the arguments or results of an operator, which nest lists, tuples and one dict at most."""
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Tensors in the arguments or results of an operator, in order; they nest lists, tuples and dicts."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    if not isinstance(tree, tuple | list):
+        return []
+    found = []
+    for item in tree:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, tuple | list | dict):
+            found += tensors_in(item)
+    return found
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -68,5 +74,5 @@ def storage_of(tensor: Tensor) -> int:
 
 @functools.cache
 def _is_composite(func: OpOverload) -> bool:
-    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()  # type: ignore[no-untyped-call]
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
