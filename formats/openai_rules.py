@@ -17,8 +17,6 @@ from formats.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
-    ErrorBody,
-    ErrorResponse,
 )
 
 MAX_SEQUENCES = 256
@@ -94,11 +92,6 @@ def decode_chat(body: bytes) -> ChatCompletionRequest:
     if len(limits) > 1:
         raise BadRequestError("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
     return request
-
-
-def error_response(error: BadRequestError) -> ErrorResponse:
-    """The refusal in the API's own form; goes with HTTP status 400."""
-    return ErrorResponse(error=ErrorBody(message=error.message, param=error.path or None, code=error.code))
 
 
 def _decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
