@@ -62,8 +62,8 @@ def get_smollm2(progress: Progress) -> Path:
 
 
 def get_random_model(progress: Progress) -> Path:
-    """A Llama of 6 M random weights with a token for every byte: its answers mean nothing."""
-    folder = cache_folder() / "random-llama-6M"
+    """A small Llama of random weights with a token for every byte: its answers mean nothing."""
+    folder = cache_folder() / "random-llama"
     if not _is_complete(folder):
         progress("make the model", 0, 1)
         from cli.quickstart_random import write_random_llama

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gplan.models.gguf_import import whole_folder
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER, MAX_LEN = 256, 8, 4, 2, 64, 768, 2048
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER, MAX_LEN = 128, 4, 4, 2, 32, 384, 2048
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END = SPECIAL.index("<|im_end|>")
 CHAT_TEMPLATE = (
