@@ -7,7 +7,6 @@ are indexed by size: `graph_us[n]` is a replay of bucket n, `eager_us[n]` an eag
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -159,7 +158,7 @@ def ladder_cost(
     sizes, counts = split_steps(steps)
     buckets = np.asarray([*ladder, 0], dtype=np.int64)
     bucket = buckets[np.searchsorted(buckets[:-1], sizes)]
-    replayed = (bucket > 0) & (bucket <= highest_bucket(sizes, padding_cap))
+    replayed = (bucket > 0) & may_take(bucket, sizes, padding_cap)
     for first, last in eager_sizes:
         replayed &= (sizes < first) | (sizes > last)
     taken = np.where(replayed, graph_us[bucket], eager_us[sizes])
@@ -188,16 +187,19 @@ def regret(
 
 def dense_us(sizes: IntArray, graph_us: FloatArray, eager_us: FloatArray, padding_cap: float | None) -> FloatArray:
     """The cheapest that a step of each size could be: eager, or replayed from any bucket that may take it."""
-    highest = np.minimum(highest_bucket(sizes, padding_cap), len(graph_us) - 1)
-    best = np.array([graph_us[size : last + 1].min() for size, last in zip(sizes, highest, strict=True)])
-    return np.minimum(best, eager_us[sizes]) if len(sizes) else best
-
-
-def highest_bucket(sizes: IntArray, padding_cap: float | None) -> IntArray:
-    """The highest bucket that may take a step of each size: at most `size * (1 + padding_cap)`."""
     if padding_cap is None:
-        return np.full(len(sizes), np.iinfo(np.int64).max)
-    return np.array([math.floor(int(size) * (1 + padding_cap)) for size in sizes], dtype=np.int64)
+        best = np.minimum.accumulate(graph_us[::-1])[::-1][sizes]
+    else:
+        highest = np.minimum(sizes * (1 + padding_cap), len(graph_us) - 1).astype(np.int64)
+        best = np.array([graph_us[size : last + 1].min() for size, last in zip(sizes, highest, strict=True)])
+    return np.minimum(best, eager_us[sizes])
+
+
+def may_take(bucket: IntArray, sizes: IntArray, padding_cap: float | None) -> npt.NDArray[np.bool_]:
+    """Whether each bucket is at most `padding_cap` above its size: `bucket <= size * (1 + padding_cap)`."""
+    if padding_cap is None:
+        return np.ones(len(sizes), dtype=np.bool_)
+    return bucket <= sizes * (1 + padding_cap)
 
 
 def split_steps(steps: Steps) -> tuple[IntArray, FloatArray]:
