@@ -36,7 +36,7 @@ RULES = {
     "gplan.core": Rule(_BASE, ()),
     "gplan.errors": Rule((), ()),
     "gplan.units": Rule(("gplan.errors",), ()),
-    "gplan.kernels": Rule(_BASE, ("torch", "numpy", "flashinfer")),
+    "gplan.kernels": Rule(_BASE, ("torch", "numpy", "flashinfer", "triton")),
     "gplan.models": Rule((*_BASE, "gplan.kernels.base"), ANY),
     "gplan.memory": Rule((*_BASE, "gplan.kernels.base"), ("torch", "numpy")),
     "gplan.graphs": Rule(_GRAPHS, ("torch", "numpy")),
