@@ -22,6 +22,7 @@ from cli.plan import plan
 from cli.quickstart import quickstart
 from cli.serve import serve
 from cli.show import show
+from cli.simulate import simulate
 from formats.errors import FormatError
 from gplan import __version__
 from gplan.errors import GplanError
@@ -67,7 +68,7 @@ def cli() -> None:
     """
 
 
-for command in (plan, show, check, serve, diff, quickstart):
+for command in (plan, show, check, serve, diff, simulate, quickstart):
     cli.add_command(command)
 
 

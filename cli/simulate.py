@@ -1,0 +1,132 @@
+"""`gplan simulate`: a workload through the serving scheduler on a plan's measured times; needs no model, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import msgspec
+
+from cli.drawing import draw_ladder
+from cli.parameters import plan_argument
+from cli.text import columns, count, section, short
+from cli.views import echo_json
+from formats.container import read_plan
+from formats.plan import PhasePlan, Plan, plan_id
+from formats.workload import read_workload
+from gplan.scheduling.report import Distribution, PhaseReport, SimulationReport
+from gplan.scheduling.scheduler import Scheduler
+from gplan.scheduling.simulator import simulate as run_simulation
+from gplan.scheduling.times import StepTimes, times_of_plan
+
+
+class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What was simulated, and what came of it.
+
+    Attributes:
+        workload_digest: of the trace as simulated, sped up and cut to the plan's maximum length.
+        num_skipped: requests of the workload without an answer, left out.
+    """
+
+    plan_id: str
+    workload: str
+    workload_digest: str
+    speedup: float
+    num_skipped: int
+    report: SimulationReport
+
+
+@click.command()
+@plan_argument
+@click.option("--workload", required=True, metavar="TRACE", help="A trace file, or traffic stated in words.")
+@click.option("--speedup", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of arrivals.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
+    """Runs a workload through the scheduler that serves, on a clock that goes by the plan's measured times.
+
+    TRACE is a file (gplan's own JSONL, Azure, Mooncake, BurstGPT) or words: uniform:100-1024,
+    poisson:rate=8,in=512,out=128 or closed:64,in=512,out=128. Requests longer than the plan allows are cut.
+
+    \b
+    Examples:
+      gplan simulate model.gplan --workload poisson:rate=8,in=512,out=128
+      gplan simulate model.gplan --workload trace.csv --speedup 2 --json
+    """
+    read = read_plan(plan)
+    trace = read_workload(workload)
+    trace = trace.sped_up(speedup).truncated(read.limits.max_len)
+    times = StepTimes(times_of_plan(read.decode), times_of_plan(read.prefill))
+    lag = 1 if read.fingerprint.device == "cuda" else 0
+    view = SimulationView(
+        plan_id=plan_id(read),
+        workload=workload,
+        workload_digest=trace.digest(),
+        speedup=speedup,
+        num_skipped=trace.num_skipped,
+        report=run_simulation(trace, Scheduler(read.limits, read.num_kv_pages), times, lag=lag),
+    )
+    if as_json:
+        echo_json(view)
+    else:
+        click.echo("\n".join(_page(view, read)))
+
+
+def _page(view: SimulationView, plan: Plan) -> list[str]:
+    report = view.report
+    return [
+        *section("plan", [view.plan_id]),
+        *section("workload", _workload(view)),
+        *section("throughput", _throughput(report)),
+        *section("latency", _latency(report)),
+        *section(
+            "KV pages", [f"{short(report.kv_pages_mean)} mean, {report.kv_pages_peak} peak, of {report.kv_pages}"]
+        ),
+        *section("preemptions", [str(report.preemptions)]),
+        "",
+        *section("decode", _phase(report.decode, plan.decode, "requests")),
+        "",
+        *section("prefill", _phase(report.prefill, plan.prefill, "tokens")),
+    ]
+
+
+def _workload(view: SimulationView) -> Iterator[str]:
+    report = view.report
+    yield f"{view.workload}" + (f", {view.speedup:g} times as fast" if view.speedup != 1 else "")
+    yield (
+        f"{count(report.num_requests, 'request')}, {count(report.input_tokens, 'prompt token')}, "
+        f"{count(report.output_tokens, 'answer token')}, digest {view.workload_digest[:12]}"
+    )
+    if view.num_skipped:
+        yield f"{count(view.num_skipped, 'request')} without an answer left out"
+
+
+def _throughput(report: SimulationReport) -> Iterator[str]:
+    yield (
+        f"{short(report.output_tokens_per_s)} tokens/s, {short(report.requests_per_s)} requests/s over "
+        f"{short(report.duration_s)} s, {short(report.busy_s)} s of them busy, {count(report.num_steps, 'step')}"
+    )
+
+
+def _latency(report: SimulationReport) -> list[str]:
+    rows = [
+        ("to first token", *_milliseconds(report.ttft_ms)),
+        ("between tokens", *_milliseconds(report.inter_token_ms)),
+        ("to last token", *_milliseconds(report.latency_ms)),
+    ]
+    return columns(("ms", "mean", "p50", "p90", "p95", "p99", "max"), rows)
+
+
+def _milliseconds(found: Distribution) -> tuple[str, ...]:
+    return tuple(short(value) for value in (found.mean, found.p50, found.p90, found.p95, found.p99, found.max))
+
+
+def _phase(report: PhaseReport, plan: PhasePlan, unit: str) -> Iterator[str]:
+    yield (
+        f"{count(report.replayed, 'step')} replayed, {report.eager:,} eager, {short(report.busy_ms)} ms; "
+        f"padding {count(report.padding_rows, 'row')}, {short(report.padding_ms)} ms"
+    )
+    if report.steps:
+        bars, marks, labels = draw_ladder(report.steps, [bucket.size for bucket in plan.ladder], plan.max_size)
+        yield f"steps    {bars}"
+        yield f"buckets  {marks}"
+        yield f"{unit:8} {labels}"
