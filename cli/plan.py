@@ -24,6 +24,9 @@ AT_LEAST_ONE = click.IntRange(min=1)
 @click.command()
 @click.argument("checkpoint")
 @click.option("-o", "--output", required=True, type=click.Path(), help="The file to write.")
+@click.option(
+    "--workload", metavar="TRACE", help="Traffic to choose the buckets for: a trace file, or words as `simulate` takes."
+)
 @click.option("--max-batch", type=AT_LEAST_ONE, help="Requests at once, at most.")
 @click.option("--max-len", type=AT_LEAST_ONE, help="Tokens of one request at most, prompt and answer together.")
 @click.option("--chunk", type=AT_LEAST_ONE, help="Tokens of one step at most; longer prompts take several steps.")
@@ -38,6 +41,13 @@ AT_LEAST_ONE = click.IntRange(min=1)
     "--decode-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in requests: 1,2,4,8 or 1-64:8."
 )
 @click.option("--prefill-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in tokens.")
+@click.option(
+    "--startup-budget",
+    "startup_budget_s",
+    metavar="SECONDS",
+    type=click.FloatRange(0, min_open=True),
+    help="What capturing may take when the plan is served.",
+)
 @click.option("--hash-contents", is_flag=True, help="Identify the checkpoint by all its bytes, not by its headers.")
 def plan(output: str, **flags: Any) -> None:
     """Measures CHECKPOINT on this machine, decides, and writes the plan.
@@ -50,6 +60,7 @@ def plan(output: str, **flags: Any) -> None:
     Examples:
       gplan plan ./SmolLM2-135M-Instruct -o smollm2.gplan
       gplan plan ./Qwen3-8B -o qwen3.gplan --memory 90% --max-batch 64 --max-len 8192
+      gplan plan ./Qwen3-8B -o qwen3.gplan --workload poisson:rate=8,in=512,out=128 --startup-budget 2
     """
     _check_output(Path(output))
     options = PlanOptions(**flags)

@@ -66,6 +66,7 @@ class Bench:
         progress("load", 1, 1)
         self._config = self._measuring_config()
         self._parts, self._sampler = take_memory(self._model, resolved.spec, self._config, lambda row, nbytes: None)
+        self.result_lag = graphs.result_lag
         self._eager = attach(self._parts, self._sampler, graphs, self._config.decode, self._config.prefill)
         self.profiler = self._profiler(self._eager)
         progress("warm up", 0, 1)

@@ -29,15 +29,18 @@ class PlanOptions:
 
     Attributes:
         checkpoint: a folder of safetensors with its config, or a hub name, as the user wrote it.
+        workload: a trace file or traffic stated in words, to solve the ladders for; None for the default ladders.
         max_len: tokens of one request at most, prompt and output together.
         chunk: tokens of one step at most.
         memory: a size as `gplan.units` reads it; a percentage is of the device's memory.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16` or `float16`.
+        startup_budget_s: seconds that capturing may take when the plan is served.
         hash_contents: digest the tensor files' bytes, not only their headers.
     """
 
     checkpoint: str
+    workload: str | None = None
     max_batch: int | None = None
     max_len: int | None = None
     chunk: int | None = None
@@ -50,6 +53,7 @@ class PlanOptions:
     prefill_backend: str | None = None
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    startup_budget_s: float | None = None
     hash_contents: bool = False
 
 

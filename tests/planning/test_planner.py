@@ -140,3 +140,39 @@ def test_a_rule_against_a_lock_is_an_error(checkpoint: Path) -> None:
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(checkpoint: Path) -> None:
     with pytest.raises(FitError, match="ledger row weights"):
         plan_of(checkpoint, memory="10KiB")
+
+
+def test_ladders_are_solved_for_a_workload(checkpoint: Path) -> None:
+    plan = plan_of(
+        checkpoint,
+        decode_backend="full",
+        prefill_backend="breakable",
+        max_batch=16,
+        chunk=64,
+        workload="poisson:rate=50,in=20-60,out=10-30,n=60",
+    )
+    assert plan.workload.num_requests == 30, "the other half is held out"
+    assert sum(steps for _, steps in plan.workload.decode_steps) > 0
+    for phase in (plan.decode, plan.prefill):
+        choice = next(choice for choice in plan.choices if choice.field == f"{phase.phase}.ladder")
+        assert choice.basis == "measured"
+        assert phase.ladder[-1].size == phase.max_size
+        own = [r for r in plan.regrets if r.phase == phase.phase and r.ladder == "gplan"]
+        others = {r.ladder for r in plan.regrets if r.phase == phase.phase} - {"gplan"}
+        assert len(own) == 2
+        assert {"sglang", "vllm", "tensorrt-llm"} <= others
+    assert decode(encode(plan)) == plan
+
+
+def test_a_capture_budget_drops_buckets_but_never_the_maximum(checkpoint: Path) -> None:
+    fixed = {"decode_backend": "full", "prefill_backend": "eager", "max_batch": 16, "chunk": 32}
+    free = plan_of(checkpoint, **fixed)
+    slowest = max(bucket.capture_ms for bucket in free.decode.ladder)
+    bound = plan_of(checkpoint, **fixed, startup_budget_s=5 * slowest / 1e3)
+    assert bound.decode.ladder[-1].size == 16
+    assert len(bound.decode.ladder) <= len(free.decode.ladder)
+
+
+def test_a_capture_budget_that_nothing_fits_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(GplanError, match="the budget is"):
+        plan_of(checkpoint, decode_backend="full", prefill_backend="eager", startup_budget_s=1e-6)
