@@ -51,7 +51,7 @@ def serve(
     from gplan.serving.server import serve as serve_plan
 
     if log_requests:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = ServeOptions(
         checkpoint=checkpoint or read.model.source,
         host=host,

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
@@ -28,6 +30,7 @@ from gplan.serving.protocol import (
     Drain,
     Fatal,
     Idle,
+    Message,
     Output,
     Outputs,
     Progress,
@@ -39,6 +42,10 @@ from gplan.serving.protocol import (
 )
 
 WORKER = "gplan.serving.worker"
+
+_STDERR = 2
+_LAST_WORDS_S = 0.1
+"""After the process ended, how long what it sent before may still be on its way."""
 
 
 class EngineDiedError(GplanError):
@@ -65,11 +72,12 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """An open request; None in the queue says that the engine died."""
+    """An open request."""
 
+    take: Callable[[Output], None]
+    interrupt: Callable[[], None]
     submitted_at: float
     last_token_at: float | None = None
-    queue: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)
 
 
 class EngineClient:
@@ -90,18 +98,16 @@ class EngineClient:
         self._socket.bind(self._endpoint)
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[str, _Stream] = {}
+        self._exit: asyncio.Future[int] | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self.is_ready = False
         self.death: EngineDiedError | None = None
         self.died = asyncio.Event()
 
     @property
-    def num_open(self) -> int:
-        """Requests that are with the engine."""
-        return len(self._streams)
-
-    @property
     def is_alive(self) -> bool:
-        return self._reader is not None and self.death is None
+        return self.is_ready and self.death is None
 
     async def start(
         self, plan: bytes, checkpoint: str, accept_drift: Sequence[str], progress: Callable[[str, int, int], None]
@@ -111,87 +117,117 @@ class EngineClient:
         Raises:
             EngineDiedError: it could not serve this plan; with its message and exit code.
         """
-        command = [sys.executable, "-m", WORKER, self._endpoint]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_environment())
-        await self._send(pack(Start(plan, checkpoint, list(accept_drift))))
-        while True:
-            message = await self._receive()
-            if isinstance(message, Progress):
-                progress(message.stage, message.done, message.total)
-            elif isinstance(message, Ready):
-                self._reader = asyncio.create_task(self._read())
-                return message
-            elif isinstance(message, Fatal):
-                self._process.wait()
-                raise EngineDiedError(message.message, message.hint, message.code)
+        command = [sys.executable, "-P", "-m", WORKER, self._endpoint, str(os.getpid())]
+        # A process group of its own: ctrl-C in a terminal is for this process to act on.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=_STDERR, env=_environment(), process_group=0
+        )
+        loop = asyncio.get_running_loop()
+        self._exit = loop.run_in_executor(None, self._process.wait)
+        self._watcher = asyncio.create_task(self._watch(self._exit))
+        ready: asyncio.Future[Ready] = loop.create_future()
+        self._reader = asyncio.create_task(self._read(progress, ready))
+        self._send(Start(plan, checkpoint, list(accept_drift)))
+        died = asyncio.create_task(self.died.wait())
+        try:
+            waiting: list[asyncio.Future[Any]] = [ready, died]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            died.cancel()
+        if self.death is not None:
+            raise self.death
+        self.is_ready = True
+        return ready.result()
 
-    async def submit(self, name: str, prompt: list[int], params: SamplingParams) -> asyncio.Queue[Output | None]:
-        """Hands a request over; its outputs arrive in the queue, None last if the engine dies.
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        take: Callable[[Output], None],
+        interrupt: Callable[[], None],
+    ) -> None:
+        """Hands a request over.
+
+        Args:
+            take: called with each of its outputs as it arrives.
+            interrupt: called if the engine dies before the last output.
 
         Raises:
             EngineDiedError: there is no engine any more.
         """
         if self.death is not None:
             raise self.death
-        opened = self._streams[name] = _Stream(time.monotonic())
-        await self._send(pack(Add(name, prompt, params)))
-        return opened.queue
+        self._streams[name] = _Stream(take, interrupt, time.monotonic())
+        self._send(Add(name, list(prompt), params))
 
-    async def abort(self, names: Sequence[str]) -> None:
+    def abort(self, names: Sequence[str]) -> None:
         """Gives up requests; those that ended are left alone."""
         known = [name for name in names if self._streams.pop(name, None) is not None]
         if known and self.death is None:
-            await self._send(pack(Abort(known)))
+            self._send(Abort(known))
 
     async def stop(self, within_s: float) -> int:
         """Lets the engine finish what runs, ends it, and returns its exit code. Kills it when time is up."""
         process = self._process
-        if process is None:
+        if process is None or self._exit is None:
             return 0
         if self.death is None:
-            await self._send(pack(Drain()))
+            self._send(Drain())
         try:
-            code = await asyncio.wait_for(asyncio.to_thread(process.wait), within_s)
+            return await asyncio.wait_for(asyncio.shield(self._exit), within_s)
         except TimeoutError:
             process.kill()
-            code = process.wait()
-        return code
+            return await self._exit
 
     def close(self) -> None:
         """Ends the engine at once if it still runs, and removes the socket."""
-        if self._reader is not None:
-            self._reader.cancel()
+        for task in (self._reader, self._watcher):
+            if task is not None:
+                task.cancel()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
         self._context.destroy(linger=0)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _send(self, data: bytes) -> None:
-        await self._socket.send(data)
+    def _send(self, message: Message) -> None:
+        # Sends at once, or queues without bound: the future that it returns says nothing more.
+        self._socket.send(pack(message))
 
-    async def _receive(self) -> Outputs | Progress | Ready | Idle | Fatal:
-        """The next message; a `Fatal` of our own making where the process ended without one."""
-        assert self._process is not None
-        while not await self._socket.poll(200):
-            code = self._process.poll()
-            if code is not None and not await self._socket.poll(50):
-                return Fatal(f"the engine process ended with code {code}", "See the log above.", _exit_code(code))
-        return unpack_from_engine(await self._socket.recv())
+    async def _read(self, progress: Callable[[str, int, int], None], ready: asyncio.Future[Ready]) -> None:
+        try:
+            await self._follow(progress, ready)
+        except Exception as error:
+            traceback.print_exc()
+            self._die(Fatal(f"the server failed: {type(error).__name__}: {error}", "See the log above.", 1))
 
-    async def _read(self) -> None:
+    async def _follow(self, progress: Callable[[str, int, int], None], ready: asyncio.Future[Ready]) -> None:
         while self.death is None:
-            message = await self._receive()
+            message = unpack_from_engine(await self._socket.recv())
             match message:
                 case Outputs():
                     self._spread(message.outputs)
                     self._observer.on_step(message.stats)
                 case Idle():
                     self._observer.on_idle(message.pages_used)
+                case Progress():
+                    progress(message.stage, message.done, message.total)
+                case Ready():
+                    self._remove_folder()
+                    ready.set_result(message)
                 case Fatal():
                     self._die(message)
-                case _:
-                    continue
+
+    async def _watch(self, exited: asyncio.Future[int]) -> None:
+        """Turns the end of the process into a death, unless the engine's own last words did so first."""
+        code = await exited
+        await asyncio.sleep(_LAST_WORDS_S)
+        if self.death is None:
+            self._die(Fatal(f"the engine process {_ending(code)}", "See the log above.", _exit_code(code)))
 
     def _spread(self, outputs: Sequence[Output]) -> None:
         now = time.monotonic()
@@ -200,7 +236,7 @@ class EngineClient:
             opened = self._streams.pop(output.id, None) if is_last else self._streams.get(output.id)
             if opened is None:
                 continue
-            opened.queue.put_nowait(output)
+            opened.take(output)
             if output.tokens:
                 if opened.last_token_at is None:
                     self._observer.on_first_token(now - opened.submitted_at)
@@ -212,10 +248,20 @@ class EngineClient:
 
     def _die(self, message: Fatal) -> None:
         self.death = EngineDiedError(message.message, message.hint, message.code)
-        for opened in self._streams.values():
-            opened.queue.put_nowait(None)
+        lost = list(self._streams.values())
         self._streams.clear()
+        for opened in lost:
+            opened.interrupt()
         self.died.set()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def _exit_code(code: int) -> int:

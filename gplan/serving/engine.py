@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from formats.plan import Limits
-from gplan.core import Batch, FinishReason, Request
+from gplan.core import Batch, FinishReason, Request, ShapeKey
 from gplan.graphs.executor import Step, StepResult
 from gplan.scheduling.scheduler import Scheduler
 from gplan.serving.protocol import Abort, Add, Drain, FromEngine, Idle, Output, Outputs, StepStats, ToEngine
@@ -93,7 +94,8 @@ class Engine:
         batch = self._scheduler.schedule()
         assert batch is not None or self._flying or self._is_idle, "requests wait, and nothing can run"
         if batch is not None:
-            self._flying.append(self._executor.launch(batch))
+            with _naming(batch, None):
+                self._flying.append(self._executor.launch(batch))
         keep = self._executor.result_lag if batch is not None else 0
         while len(self._flying) > keep:
             self._collect(self._flying.popleft())
@@ -102,7 +104,8 @@ class Engine:
             self._channel.send(Idle(self._num_pages - self._scheduler.num_free_pages))
 
     def _collect(self, step: Step) -> None:
-        result = self._executor.collect(step)
+        with _naming(step.batch, step.key):
+            result = self._executor.collect(step)
         before = [len(chunk.request.tokens) for chunk in step.batch.chunks if chunk.samples]
         finished = {request.id for request in self._scheduler.update(step.batch, result.tokens)}
         sampling = [chunk.request for chunk in step.batch.chunks if chunk.samples]
@@ -143,3 +146,14 @@ class Engine:
             prompt_tokens=sum(c.length for c in step.batch.chunks if c.start < c.request.prompt_len),
             output_tokens=output_tokens,
         )
+
+
+@contextmanager
+def _naming(batch: Batch, key: ShapeKey | None) -> Iterator[None]:
+    """Adds to an error which step it happened in."""
+    try:
+        yield
+    except Exception as error:
+        replayed = "" if key is None else f", replayed from {key}"
+        error.add_note(f"in a {batch.phase} step of {batch.num_requests} requests, {batch.num_tokens} tokens{replayed}")
+        raise

@@ -1,10 +1,14 @@
-"""One answer from the engine, as text: tokens in, deltas out, ended by stop strings and cleaned up whatever happens."""
+"""Answers in the making: the engine's tokens become text, ended by stop strings, for one HTTP request at a time.
+
+Text is made as tokens arrive from the engine, whether or not the client reads: a slow reader keeps neither pages nor
+anybody else's tokens. What it has not read yet waits here, joined.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gplan.core import FinishReason, SamplingParams
@@ -15,31 +19,50 @@ from gplan.serving.protocol import Output
 from gplan.serving.stopping import StopMatcher
 from gplan.serving.vocabulary import Vocabulary
 
+_names = itertools.count()
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate. `stops` are strings; stop tokens are in `params`."""
+    """What to generate. `stops` are strings; stop tokens are in `params`.
+
+    Attributes:
+        continues_prompt: the text goes on where the prompt's ended, rather than being a text of its own. Some
+            tokenizers drop the space before a text's first word.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams
     stops: tuple[str, ...] = ()
+    continues_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token with its log probability and the likeliest at its place, where those were asked for."""
+    """A token with its log probability and the likeliest at its place.
+
+    Attributes:
+        offset: characters of the answer before the token.
+    """
 
     token: int
-    logprob: float | None
+    logprob: float
     top: tuple[tuple[int, float], ...]
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step, or several, added to an answer. `finish_reason` is set in the last."""
+    """What one step, or several, added to an answer. `finish_reason` is set in the last.
+
+    Attributes:
+        scored: tokens of the text given out so far that were not in an earlier delta; only where logprobs were asked.
+        num_tokens: tokens generated, those of a stop string and those still held as text included.
+    """
 
     text: str
-    tokens: tuple[Scored, ...]
+    scored: tuple[Scored, ...]
+    num_tokens: int
     finish_reason: FinishReason | None = None
 
 
@@ -48,90 +71,197 @@ class Answer:
     """A whole answer."""
 
     text: str = ""
-    tokens: list[Scored] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    num_tokens: int = 0
     finish_reason: FinishReason = FinishReason.STOP
 
     @property
     def mean_logprob(self) -> float:
-        scores = [entry.logprob for entry in self.tokens if entry.logprob is not None]
-        return sum(scores) / len(scores) if scores else 0.0
+        return sum(entry.logprob for entry in self.scored) / len(self.scored) if self.scored else 0.0
 
 
 class InterruptedAnswerError(GplanError):
     """The engine died before the answer was complete."""
 
 
-async def stream(client: EngineClient, vocabulary: Vocabulary, job: Job) -> AsyncIterator[Delta]:
-    """Generates an answer piece by piece. Closing the iterator early gives the request up.
+class ClientGoneError(Exception):
+    """Nobody waits for the answers any more."""
 
-    Raises:
-        InterruptedAnswerError: the engine died.
-    """
-    name = uuid.uuid4().hex
-    queue = await client.submit(name, list(job.prompt), job.params)
-    try:
-        detokenizer, matcher = make_detokenizer(vocabulary, job.prompt), StopMatcher(job.stops)
-        while True:
-            outputs = await _next(queue)
-            tokens = tuple(scored for output in outputs for scored in _scored(output))
-            text, is_stopped, used = "", False, 0
-            for scored in tokens:
-                used += 1
-                piece, is_stopped = matcher.push(detokenizer.push(scored.token))
-                text += piece
-                if is_stopped:
-                    break
-            reason = FinishReason(outputs[-1].finish_reason) if outputs[-1].finish_reason else None
-            if reason is not None and not is_stopped:
-                piece, is_stopped = matcher.push(detokenizer.finish())
-                text += piece + ("" if is_stopped else matcher.finish())
-            if is_stopped:
-                reason = FinishReason.STOP
-            if text or tokens or reason is not None:
-                yield Delta(text, tokens[:used], reason)
-            if reason is not None:
+
+class _Growing:
+    """One answer as it grows. `take` is called for each of the engine's outputs, `read` when the client wants more."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_given",
+        "_length",
+        "_matcher",
+        "_num_tokens",
+        "_scored",
+        "_text",
+        "_vocabulary",
+        "_wants_scores",
+        "finish_reason",
+        "name",
+    )
+
+    def __init__(self, name: str, vocabulary: Vocabulary, job: Job) -> None:
+        self.name = name
+        self.finish_reason: FinishReason | None = None
+        self._vocabulary = vocabulary
+        self._detokenizer = make_detokenizer(vocabulary, job.prompt if job.continues_prompt else ())
+        self._matcher = StopMatcher(job.stops)
+        self._wants_scores = job.params.logprobs is not None
+        self._text: list[str] = []
+        self._scored: list[Scored] = []
+        self._num_tokens = 0
+        self._length = 0
+        """Characters that came out of the detokenizer."""
+        self._given = 0
+        """Of these, the characters that passed the matcher."""
+
+    def take(self, output: Output) -> None:
+        for index, token in enumerate(output.tokens):
+            self._num_tokens += 1
+            text = self._detokenizer.push(token)
+            if self._wants_scores:
+                logprob, top = output.logprobs[index]
+                self._scored.append(Scored(token, logprob, tuple(top), self._offset(token, text)))
+            if self._add(text):
+                self.finish_reason = FinishReason.STOP
                 return
-    finally:
-        await client.abort([name])
+        if not output.finish_reason:
+            return
+        if self._add(self._detokenizer.finish()):
+            self.finish_reason = FinishReason.STOP
+            return
+        self._give(self._matcher.finish())
+        self.finish_reason = FinishReason(output.finish_reason)
+
+    def read(self) -> Delta | None:
+        """What was added since the last call, if anything."""
+        if not self._text and not self._num_tokens and self.finish_reason is None:
+            return None
+        delta = Delta("".join(self._text), self._release_scores(), self._num_tokens, self.finish_reason)
+        self._text.clear()
+        self._num_tokens = 0
+        return delta
+
+    def _offset(self, token: int, text: str) -> int:
+        """Where a token begins in the answer. Its push may have let go of text that was held before it."""
+        own = self._vocabulary.token_bytes(token).decode(errors="replace")
+        return self._length + (len(text) - len(own) if own and text.endswith(own) else 0)
+
+    def _add(self, text: str) -> bool:
+        if not text:
+            return False
+        self._length += len(text)
+        text, is_stopped = self._matcher.push(text)
+        self._give(text)
+        return is_stopped
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._given += len(text)
+            self._text.append(text)
+
+    def _release_scores(self) -> tuple[Scored, ...]:
+        """Scores whose text was given out. A stop string's own are never."""
+        if not self._scored:
+            return ()
+        count = len(self._scored)
+        if self._given < self._length:
+            count = sum(entry.offset < self._given for entry in self._scored)
+        released = tuple(self._scored[:count])
+        del self._scored[:count]
+        return released
 
 
-async def complete(client: EngineClient, vocabulary: Vocabulary, job: Job) -> Answer:
-    """Generates an answer whole."""
-    answer = Answer()
-    pieces = []
-    async for delta in stream(client, vocabulary, job):
-        pieces.append(delta.text)
-        answer.tokens.extend(delta.tokens)
-        if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason
-    answer.text = "".join(pieces)
-    return answer
+class Generation:
+    """All answers of one HTTP request.
 
+    Args:
+        on_close: called once, when nothing of it is left with the engine.
+    """
 
-async def complete_all(client: EngineClient, vocabulary: Vocabulary, jobs: Sequence[Job]) -> list[Answer]:
-    """Generates several answers at once; gives all of them up when one fails or the caller goes."""
-    tasks = [asyncio.create_task(complete(client, vocabulary, job)) for job in jobs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def __init__(
+        self, client: EngineClient, vocabulary: Vocabulary, jobs: Sequence[Job], on_close: Callable[[], None]
+    ) -> None:
+        self._client, self._jobs, self._on_close = client, jobs, on_close
+        self._open: dict[int, _Growing] = {
+            index: _Growing(f"{next(_names):x}", vocabulary, job) for index, job in enumerate(jobs)
+        }
+        self._has_news = asyncio.Event()
+        self._is_closed = self._is_interrupted = False
 
+    def start(self) -> None:
+        """Hands everything to the engine.
 
-async def _next(queue: asyncio.Queue[Output | None]) -> list[Output]:
-    """The next output and all that came meanwhile."""
-    outputs = [await queue.get()]
-    while not queue.empty():
-        outputs.append(queue.get_nowait())
-    found = [output for output in outputs if output is not None]
-    if len(found) < len(outputs):
-        raise InterruptedAnswerError("the engine died", "Ask again once the server is back.")
-    return found
+        Raises:
+            EngineDiedError: there is none any more.
+        """
+        for index, growing in self._open.items():
+            job = self._jobs[index]
+            self._client.submit(growing.name, job.prompt, job.params, self._sink(growing), self._interrupt)
 
+    async def read(self) -> list[tuple[int, Delta]]:
+        """Waits until there is something and returns it, by index of the job; nothing once all answers are complete.
 
-def _scored(output: Output) -> list[Scored]:
-    if not output.logprobs:
-        return [Scored(token, None, ()) for token in output.tokens]
-    pairs = zip(output.tokens, output.logprobs, strict=True)
-    return [Scored(token, logprob, tuple(top)) for token, (logprob, top) in pairs]
+        Raises:
+            InterruptedAnswerError: the engine died.
+            ClientGoneError: `close` was called.
+        """
+        while self._open:
+            self._has_news.clear()
+            if self._is_closed:
+                raise ClientGoneError
+            news = [(index, delta) for index, growing in self._open.items() if (delta := growing.read()) is not None]
+            if news:
+                self._forget_complete(news)
+                return news
+            if self._is_interrupted:
+                raise InterruptedAnswerError("the engine died", "Ask again once the server is back.")
+            await self._has_news.wait()
+        return []
+
+    async def complete(self) -> list[Answer]:
+        """The answers, whole. Raises as `read` does."""
+        answers = [Answer() for _ in self._jobs]
+        texts: list[list[str]] = [[] for _ in self._jobs]
+        while news := await self.read():
+            for index, delta in news:
+                answer = answers[index]
+                texts[index].append(delta.text)
+                answer.scored += delta.scored
+                answer.num_tokens += delta.num_tokens
+                answer.finish_reason = delta.finish_reason or answer.finish_reason
+        for answer, parts in zip(answers, texts, strict=True):
+            answer.text = "".join(parts)
+        return answers
+
+    def close(self) -> None:
+        """Gives up what is unfinished. May be called more than once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._client.abort([growing.name for growing in self._open.values()])
+        self._has_news.set()
+        self._on_close()
+
+    def _forget_complete(self, news: Sequence[tuple[int, Delta]]) -> None:
+        for index, delta in news:
+            if delta.finish_reason is not None:
+                del self._open[index]
+
+    def _sink(self, growing: _Growing) -> Callable[[Output], None]:
+        def take(output: Output) -> None:
+            growing.take(output)
+            if growing.finish_reason is not None and not output.finish_reason:
+                self._client.abort([growing.name])
+            self._has_news.set()
+
+        return take
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
+        self._has_news.set()

@@ -30,7 +30,8 @@ class Metrics:
         self.running = Gauge("gplan_requests_running", "Requests that hold a row.", registry=registry)
         self.pages = Gauge("gplan_kv_pages_used", "Pages that requests hold.", registry=registry)
         self.page_limit = Gauge("gplan_kv_pages", "Pages of the KV pool, without the dummy page.", registry=registry)
-        self.preemptions = Gauge("gplan_preemptions", "Requests preempted since start.", registry=registry)
+        self.preemptions = Counter("gplan_preemptions", "Requests that gave their pages back.", registry=registry)
+        self._known_preemptions = 0
         self.ttft = Histogram("gplan_ttft_seconds", "From request to first token.", buckets=_LATENCY, registry=registry)
         self.inter_token = Histogram(
             "gplan_inter_token_seconds", "Between tokens of an answer.", buckets=_TOKEN, registry=registry
@@ -61,7 +62,8 @@ class Metrics:
         self.waiting.set(step.num_waiting)
         self.running.set(step.num_running)
         self.pages.set(step.pages_used)
-        self.preemptions.set(step.preemptions)
+        self.preemptions.inc(step.preemptions - self._known_preemptions)
+        self._known_preemptions = step.preemptions
         self.step_seconds.labels(step.phase).observe(step.elapsed_s)
         if not step.key:
             self.steps.labels(step.phase, "eager", "", step.reason).inc()

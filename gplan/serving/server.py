@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -23,6 +26,11 @@ from gplan.serving.tokenizer import ServedTokenizer
 
 DRAIN_S = 30.0
 """How long running requests may take to end after SIGTERM."""
+
+RED_S = 1.0
+"""How long health answers that the engine died before the server ends."""
+
+T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,26 +54,28 @@ def serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Calla
         on_ready: called with what the engine took and the server's address when requests are answered.
 
     Returns:
-        The exit code: 0 after a drain, the engine's own where it died.
+        The exit code: 0 after a drain.
 
     Raises:
-        GplanError: it could not be made ready; nothing is left running.
+        GplanError: it could not be made ready, or the engine died; nothing is left running.
     """
     return asyncio.run(_serve(plan, options, progress, on_ready))
 
 
 async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
+    # Before anything slow, so that a port that is taken is known at once; connections are refused until ready.
+    listener = _bind(options.host, options.port)
     metrics = Metrics(plan)
     client = EngineClient(metrics)
     stopping = asyncio.Event()
     _on_signals(stopping)
     try:
-        starting = asyncio.create_task(client.start(encode(plan), options.checkpoint, options.accept_drift, progress))
-        loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options.checkpoint))
-        ready = await _or_stopped(starting, stopping)
-        if ready is None:
+        starting = client.start(encode(plan), options.checkpoint, options.accept_drift, progress)
+        loading = asyncio.to_thread(_load_tokenizer, options.checkpoint)
+        started = await _or_stopped(asyncio.gather(starting, loading), stopping)
+        if started is None:
             return 0
-        tokenizer, eos = await loading
+        ready, (tokenizer, eos) = started
         service = Service(
             plan=plan,
             plan_id=plan_id(plan),
@@ -77,62 +87,86 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
             ready=ready,
             api_key=options.api_key,
         )
-        return await _answer(service, options, stopping, on_ready)
+        return await _answer(service, listener, stopping, on_ready)
     finally:
         client.close()
+        listener.close()
 
 
 async def _answer(
-    service: Service, options: ServeOptions, stopping: asyncio.Event, on_ready: Callable[[Ready, str], None]
+    service: Service, listener: socket.socket, stopping: asyncio.Event, on_ready: Callable[[Ready, str], None]
 ) -> int:
-    config = uvicorn.Config(
-        make_app(service),
-        host=options.host,
-        port=options.port,
-        log_config=None,
-        access_log=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(DRAIN_S),
-        h11_max_incomplete_event_size=64 << 10,
+    server = _Server(
+        uvicorn.Config(
+            make_app(service),
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(DRAIN_S),
+            h11_max_incomplete_event_size=64 << 10,
+        )
     )
-    server = _Server(config)
-    running = asyncio.create_task(server.serve())
+    running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.02)
-    if running.done():
-        raise GplanError(f"cannot listen on {options.host}:{options.port}", "Choose another --port.")
-    on_ready(service.ready, f"http://{options.host}:{server.port()}")
+    if not server.started:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, running.exception() or "it ended")
+    on_ready(service.ready, _url(listener))
     dying = asyncio.create_task(service.client.died.wait())
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait({dying, told, running}, return_when=asyncio.FIRST_COMPLETED)
     service.is_draining = True
-    code = 0
     if service.client.death is not None:
         # Health is red before the end, so that whatever watches it sees why.
-        await asyncio.sleep(1.0)
-        code = service.client.death.exit_code
+        await asyncio.sleep(RED_S)
     server.should_exit = True
     await running
-    stopped = await service.client.stop(DRAIN_S)
     for task in (dying, told):
         task.cancel()
-    return code or stopped
+    if service.client.death is not None:
+        raise service.client.death
+    return await service.client.stop(DRAIN_S)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; it does not listen yet.
+
+    Raises:
+        GplanError: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def _cannot_listen(host: str, port: int, why: object) -> GplanError:
+    return GplanError(
+        f"cannot listen on {host} port {port}: {why}", "Choose another --host or --port; 0 is a free one."
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
     """Leaves signals to us."""
 
-    def install_signal_handlers(self) -> None:
-        return
-
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        import contextlib
-
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
-
-    def port(self) -> int:
-        port: int = self.servers[0].sockets[0].getsockname()[1]
-        return port
 
 
 def _on_signals(stopping: asyncio.Event) -> None:
@@ -148,13 +182,15 @@ def _on_signals(stopping: asyncio.Event) -> None:
         loop.add_signal_handler(number, told)
 
 
-async def _or_stopped(starting: asyncio.Task[Ready], stopping: asyncio.Event) -> Ready | None:
+async def _or_stopped(work: asyncio.Future[T], stopping: asyncio.Event) -> T | None:
+    """The result of `work`, or None if told to stop first."""
     told = asyncio.create_task(stopping.wait())
-    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    waiting: list[asyncio.Future[Any]] = [work, told]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     told.cancel()
-    if starting.done():
-        return starting.result()
-    starting.cancel()
+    if work.done():
+        return work.result()
+    work.cancel()
     return None
 
 

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches the text of one answer.
+    """Watches the text of one answer, character by character, so that how it comes in pieces changes nothing.
+
+    The stop string that is complete first ends the answer; of several complete at once, the longest. The cost of a
+    character does not grow with the length of the strings (Knuth, Morris and Pratt).
 
     Args:
-        stops: strings that end the answer and are no part of it.
+        stops: strings that end the answer and are no part of it; none empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._stops = tuple((stop, _borders(stop)) for stop in dict.fromkeys(stops))
+        self._matched = [0] * len(self._stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -25,23 +28,43 @@ class StopMatcher:
         """
         if not self._stops:
             return text, False
-        text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self._held = ""
-            return text[: min(places)], True
-        keep = self._beginning_of_a_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        before, whole = len(self._held), self._held + text
+        for index, character in enumerate(text):
+            complete = self._advance(character)
+            if complete:
+                self._held = ""
+                return whole[: before + index + 1 - complete], True
+        keep = len(whole) - max(self._matched)
+        self._held = whole[keep:]
+        return whole[:keep], False
 
     def finish(self) -> str:
         """What is held: the answer ended and it was no stop string."""
         held, self._held = self._held, ""
         return held
 
-    def _beginning_of_a_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that some stop string begins with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[len(text) - length :]) for stop in self._stops):
-                return length
-        return 0
+    def _advance(self, character: str) -> int:
+        """Length of the longest stop string that `character` completes, or 0."""
+        complete = 0
+        for index, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                complete = max(complete, matched)
+                matched = borders[matched]
+            self._matched[index] = matched
+        return complete
+
+
+def _borders(text: str) -> list[int]:
+    """For each length, how long the longest proper end of `text[:length]` is that `text` also begins with."""
+    borders = [0, 0]
+    matched = 0
+    for character in text[1:]:
+        while matched and text[matched] != character:
+            matched = borders[matched]
+        matched += text[matched] == character
+        borders.append(matched)
+    return borders

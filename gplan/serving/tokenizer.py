@@ -1,12 +1,17 @@
-"""The checkpoint's tokenizer and chat template, as transformers reads them."""
+"""The checkpoint's tokenizer and chat template, as transformers reads them. May be used from several threads."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gplan.errors import GplanError
 from gplan.serving.vocabulary import Vocabulary
+
+
+class TemplateRefusalError(Exception):
+    """The chat template cannot be applied to these messages or arguments; says why."""
 
 
 class ServedTokenizer:
@@ -20,47 +25,58 @@ class ServedTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GplanError(
                 f"{folder}: no usable tokenizer: {error}", "Put tokenizer.json and tokenizer_config.json beside it."
             ) from error
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise GplanError(f"{folder}: the tokenizer has no tokenizer.json", "Convert it with transformers.")
-        self.vocabulary = Vocabulary(backend)
+        self._backend = backend
+        # A tokenizer.json may say to cut or fill texts; a prompt is never changed.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocabulary = Vocabulary(self._backend)
+        self._own_arguments = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {
+            "messages"
+        }
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # The batch call lets other threads run meanwhile; that of one text does not.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
-        template_arguments: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool,
+        template_arguments: Mapping[str, Any],
     ) -> list[int]:
         """Tokens of a conversation.
 
+        Args:
+            template_arguments: variables for the template; none of transformers' own arguments.
+
         Raises:
-            ValueError: the template refuses the messages; with what it says.
+            TemplateRefusalError: the template refuses the messages, or an argument is not the template's.
         """
         from jinja2.exceptions import TemplateError
 
+        for name in template_arguments:
+            if name in self._own_arguments:
+                raise TemplateRefusalError(f"chat_template_kwargs: {name} cannot be set by a request")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **(template_arguments or {}),
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_arguments
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this: {error}") from error
+        except (TemplateError, TypeError, ValueError) as error:
+            raise TemplateRefusalError(f"the chat template refuses this: {error}") from error
         return self.encode(str(text), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Entry point of the engine process: `python -m gplan.serving.worker ENDPOINT`.
+"""Entry point of the engine process: `python -m gplan.serving.worker ENDPOINT PARENT`.
 
 Started by the HTTP process, which it talks to over one socket and does not outlive. Ctrl-C reaches both processes; only
 the parent acts on it.
@@ -66,9 +66,12 @@ class SocketChannel:
         self._context.term()
 
 
-def main(endpoint: str) -> int:
-    """Serves until drained or orphaned; returns the exit code."""
-    parent = os.getppid()
+def main(endpoint: str, parent: int) -> int:
+    """Serves until drained or orphaned; returns the exit code.
+
+    Args:
+        parent: process id of the HTTP process.
+    """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -78,14 +81,19 @@ def main(endpoint: str) -> int:
         _serve(channel, parent)
     except (GplanError, FormatError) as error:
         code = getattr(error, "exit_code", 1)
-        channel.send(Fatal(error.message, error.hint, code))
+        channel.send(Fatal(error.message + _where(error), error.hint, code))
     except Exception as error:
         code = CRASHED
         traceback.print_exc()
-        channel.send(Fatal(f"the engine failed: {type(error).__name__}: {error}", "See the log above.", code))
+        what = f"the engine failed: {type(error).__name__}: {error}{_where(error)}"
+        channel.send(Fatal(what, "See the log above.", code))
     finally:
         channel.close()
     return code
+
+
+def _where(error: Exception) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def _die_with_parent() -> None:
@@ -135,4 +143,4 @@ def _wait_for_start(channel: SocketChannel, is_orphan: Callable[[], bool]) -> St
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

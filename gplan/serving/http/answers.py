@@ -28,26 +28,15 @@ def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[Scored]) -> ChatLogpr
     return ChatLogprobs(content=[_chat_token(vocabulary, scored) for scored in tokens])
 
 
-def completion_logprobs(
-    vocabulary: Vocabulary, tokens: Sequence[Scored], offset: int, wants_top: bool
-) -> CompletionLogprobs:
-    """
-    Args:
-        offset: characters of the returned text before the first of these tokens.
-    """
-    names = [_text(vocabulary, scored.token) for scored in tokens]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
+def completion_logprobs(vocabulary: Vocabulary, tokens: Sequence[Scored], wants_top: bool) -> CompletionLogprobs:
     top: list[dict[str, float] | None] | None = None
     if wants_top:
         top = [{_text(vocabulary, token): _finite(score) for token, score in scored.top} for scored in tokens]
     return CompletionLogprobs(
-        tokens=names,
+        tokens=[_text(vocabulary, scored.token) for scored in tokens],
         token_logprobs=[_finite(scored.logprob) for scored in tokens],
         top_logprobs=top,
-        text_offset=offsets,
+        text_offset=[scored.offset for scored in tokens],
     )
 
 
@@ -74,5 +63,5 @@ def _text(vocabulary: Vocabulary, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _finite(score: float | None) -> float:
-    return LOWEST if score is None else max(score, LOWEST)
+def _finite(score: float) -> float:
+    return max(score, LOWEST)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,17 +19,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from formats.openai import ModelCard, ModelList
 from formats.plan import PhasePlan
-from gplan.errors import GplanError
+from gplan.serving.client import EngineDiedError
+from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.chat import chat_completions
 from gplan.serving.http.completions import completions
 from gplan.serving.http.errors import ApiError
-from gplan.serving.http.service import Service, decode_body, in_thread
+from gplan.serving.http.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 T = TypeVar("T")
 
 log = logging.getLogger("gplan.http")
+
+CLIENT_GONE = 499
+"""Status in log and metrics of a request whose client left before it was answered."""
 
 
 def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
@@ -44,12 +49,12 @@ def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[Non
         _route(service, "/metrics", _metrics, "GET"),
         _route(service, "/server_info", _server_info, "GET"),
     ]
-    app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _wrong_method})
+    app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     return _Observed(app, service)
 
 
 class _Observed:
-    """Around every request: the key, an id, a line in the log, a count."""
+    """Around every request: the key, an id, a line in the log, a count. The log never holds a prompt or an answer."""
 
     def __init__(self, app: Starlette, service: Service) -> None:
         self._app, self._service = app, service
@@ -58,37 +63,55 @@ class _Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.monotonic(), 0
-        request_id = uuid.uuid4().hex
+        started, status = time.monotonic(), CLIENT_GONE
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
             await send(message)
 
-        if self._is_allowed(scope):
-            await self._app(scope, receive, send_with_id)
-        else:
-            refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-            await refusal.response()(scope, receive, send_with_id)
-        self._note(scope, status, request_id, time.monotonic() - started)
+        try:
+            if self._is_allowed(scope["path"], headers):
+                await self._app(scope, receive, send_with_id)
+            else:
+                refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+                await refusal.response()(scope, receive, send_with_id)
+        finally:
+            self._note(scope, status, request_id, time.monotonic() - started)
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    def _is_allowed(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
         key = self._service.api_key
-        if key is None or scope["path"] == "/health":
+        if key is None or path == "/health":
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + key.encode())
+        return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + key.encode())
 
-    def _note(self, scope: Scope, status: int, request_id: str, seconds: float) -> None:
-        endpoint = scope["path"] if scope["path"] in _COUNTED else "other"
-        self._service.metrics.requests.labels(endpoint, str(status)).inc()
-        log.info("%s %s %d %.3fs %s", scope["method"], scope["path"], status, seconds, request_id)
+    def _note(self, scope: Scope, status: int, request_id: bytes, seconds: float) -> None:
+        path = scope["path"]
+        self._service.metrics.requests.labels(path if path in _COUNTED else "other", str(status)).inc()
+        if log.isEnabledFor(logging.INFO):
+            line = {
+                "time": time.time(),
+                "request_id": request_id.decode(),
+                "method": scope["method"],
+                "path": path[:200],
+                "status": status,
+                "seconds": round(seconds, 6),
+            }
+            log.info(msgspec.json.encode(line).decode())
 
 
 _COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> bytes:
+    """The client's own id, where it is a harmless one."""
+    given = headers.get(b"x-request-id", b"")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def _route(service: Service, path: str, handler: Handler, method: str) -> Route:
@@ -97,10 +120,14 @@ def _route(service: Service, path: str, handler: Handler, method: str) -> Route:
             return await handler(service, request)
         except ApiError as error:
             return error.response()
-        except GplanError as error:
+        except EngineDiedError as error:
             return ApiError(503, error.message, code="engine_down").response()
 
     return Route(path, endpoint, methods=[method])
+
+
+async def _our_bug(request: Request, error: Exception) -> Response:
+    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error").response()
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
@@ -109,6 +136,9 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
     return ApiError(405, f"{request.url.path} does not take {request.method}", code="method_not_allowed").response()
+
+
+_HANDLERS = {404: _no_such_path, 405: _wrong_method, Exception: _our_bug}
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -144,7 +174,7 @@ class _DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 async def _tokenize(service: Service, request: Request) -> Response:
     body = await decode_body(request, lambda data: _decode(_TokenizeRequest, data))
-    tokens = await in_thread(service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    tokens = await service.in_thread(service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
     return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.plan.limits.max_len})
 
 
@@ -154,7 +184,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
     wrong = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ApiError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", param="tokens")
-    return _json({"prompt": await in_thread(service.tokenizer.decode, body.tokens)})
+    return _json({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
 
 
 def _decode(kind: type[T], data: bytes) -> T:

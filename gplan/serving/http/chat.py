@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from formats.openai import (
     ChatAnswer,
@@ -18,37 +20,41 @@ from formats.openai import (
     ChatCompletionResponse,
     ChatDelta,
     ChatLogprobs,
-    Usage,
 )
 from formats.openai_rules import decode_chat
-from gplan.serving.generation import Answer, InterruptedAnswerError, Job, Scored, complete_all
+from gplan.serving.generation import Answer, Delta, Job, Scored
 from gplan.serving.http.answers import chat_logprobs, finish_reason, usage_of
+from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.errors import ApiError
-from gplan.serving.http.events import DONE, event, merged
-from gplan.serving.http.service import Service, decode_body, in_thread, while_connected
+from gplan.serving.http.events import EventStream, WholeAnswer, event
+from gplan.serving.http.service import Service
+from gplan.serving.tokenizer import TemplateRefusalError
+from gplan.serving.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What all choices and chunks of a reply share."""
+
+    model: str
+    created: int
+    num_prompt_tokens: int
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     body = await decode_body(request, decode_chat)
     service.check_model(body.model)
-    service.check_room(body.n or 1)
     if not service.tokenizer.has_chat_template:
         raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
-    jobs = await in_thread(_jobs, service, body)
-    name, created = f"chatcmpl-{uuid.uuid4().hex}", service.now()
+    seat = service.admit(body.n or 1)
+    jobs = await service.in_thread_with(seat, _jobs, service, body)
+    reply = _Reply(service.model, service.now(), len(jobs[0].prompt))
+    vocabulary = service.tokenizer.vocabulary
+    generation = service.begin(jobs, seat)
     if body.stream:
-        return StreamingResponse(_events(service, body, jobs, name, created), media_type="text/event-stream")
-    answers = await while_connected(request, complete_all(service.client, service.tokenizer.vocabulary, jobs))
-    if answers is None:
-        return Response(status_code=499)
-    reply = ChatCompletionResponse(
-        id=name,
-        created=created,
-        model=service.model,
-        choices=[_choice(service, body, index, answer) for index, answer in enumerate(answers)],
-        usage=usage_of(len(jobs[0].prompt), sum(len(answer.tokens) for answer in answers)),
-    )
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+        return EventStream(generation, _Writer(body, len(jobs), reply, vocabulary))
+    return WholeAnswer(generation, functools.partial(_response, body, reply, vocabulary))
 
 
 def _jobs(service: Service, body: ChatCompletionRequest) -> list[Job]:
@@ -57,61 +63,78 @@ def _jobs(service: Service, body: ChatCompletionRequest) -> list[Job]:
         prompt = service.tokenizer.encode_chat(
             [message.for_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
-            template_arguments=body.chat_template_kwargs,
+            template_arguments=body.chat_template_kwargs or {},
         )
-    except (ValueError, TypeError) as error:
+    except TemplateRefusalError as error:
         raise ApiError(400, str(error), param="messages") from None
-    return service.jobs(
+    return service.jobs.make(
         body,
         prompt,
         count=body.n or 1,
         max_tokens=body.max_output_tokens,
+        default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         param="messages",
+        continues_prompt=False,
     )
 
 
-def _choice(service: Service, body: ChatCompletionRequest, index: int, answer: Answer) -> ChatChoice:
-    return ChatChoice(
-        index=index,
-        message=ChatAnswer(content=answer.text),
-        finish_reason=finish_reason(answer.finish_reason),
-        logprobs=_logprobs(service, body, answer.tokens),
-    )
+def _response(
+    body: ChatCompletionRequest, reply: _Reply, vocabulary: Vocabulary, answers: Sequence[Answer]
+) -> ChatCompletionResponse:
+    choices = [
+        ChatChoice(
+            index=index,
+            message=ChatAnswer(content=answer.text),
+            finish_reason=finish_reason(answer.finish_reason),
+            logprobs=_logprobs(body, vocabulary, answer.scored),
+        )
+        for index, answer in enumerate(answers)
+    ]
+    usage = usage_of(reply.num_prompt_tokens, sum(answer.num_tokens for answer in answers))
+    return ChatCompletionResponse(id=reply.id, created=reply.created, model=reply.model, choices=choices, usage=usage)
 
 
-def _logprobs(service: Service, body: ChatCompletionRequest, tokens: Sequence[Scored]) -> ChatLogprobs | None:
-    return chat_logprobs(service.tokenizer.vocabulary, tokens) if body.logprobs else None
+def _logprobs(body: ChatCompletionRequest, vocabulary: Vocabulary, tokens: Sequence[Scored]) -> ChatLogprobs | None:
+    return chat_logprobs(vocabulary, tokens) if body.logprobs else None
 
 
-async def _events(
-    service: Service, body: ChatCompletionRequest, jobs: Sequence[Job], name: str, created: int
-) -> AsyncIterator[bytes]:
-    num_tokens = 0
+class _Writer:
+    """Chunks of a stream."""
 
-    def chunk(choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        shown = usage if body.wants_usage_chunk else msgspec.UNSET
-        return event(ChatCompletionChunk(id=name, created=created, model=service.model, choices=choices, usage=shown))
+    def __init__(self, body: ChatCompletionRequest, num_choices: int, reply: _Reply, vocabulary: Vocabulary) -> None:
+        self._body, self._num_choices, self._reply, self._vocabulary = body, num_choices, reply, vocabulary
+        self._num_tokens = 0
 
-    for index in range(len(jobs)):
-        yield chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))])
-    try:
-        async for deltas in merged(service.client, service.tokenizer.vocabulary, jobs):
-            parts = []
-            for index, delta in deltas:
-                num_tokens += len(delta.tokens)
-                logprobs = _logprobs(service, body, delta.tokens) if delta.tokens else None
-                if delta.text or logprobs is not None:
-                    content = ChatDelta(content=delta.text)
-                    parts.append(chunk([ChatChunkChoice(index=index, delta=content, logprobs=logprobs)]))
-                if delta.finish_reason is not None:
-                    reason = finish_reason(delta.finish_reason)
-                    parts.append(chunk([ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)]))
-            if parts:
-                yield b"".join(parts)
-    except InterruptedAnswerError as error:
-        yield event(ApiError(500, error.message, code="engine_down").body())
-        return
-    if body.wants_usage_chunk:
-        yield chunk([], usage_of(len(jobs[0].prompt), num_tokens))
-    yield DONE
+    def begin(self) -> bytes:
+        role = ChatDelta(role="assistant", content="")
+        return b"".join(self._chunk(ChatChunkChoice(index=i, delta=role)) for i in range(self._num_choices))
+
+    def part(self, news: Sequence[tuple[int, Delta]]) -> bytes:
+        return b"".join([self._delta(index, delta) for index, delta in news])
+
+    def end(self) -> bytes:
+        if not self._body.wants_usage_chunk:
+            return b""
+        usage = usage_of(self._reply.num_prompt_tokens, self._num_tokens)
+        return event(msgspec.structs.replace(self._response([]), usage=usage))
+
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        self._num_tokens += delta.num_tokens
+        data = b""
+        logprobs = _logprobs(self._body, self._vocabulary, delta.scored) if delta.scored else None
+        if delta.text or logprobs is not None:
+            content = ChatDelta(content=delta.text)
+            data = self._chunk(ChatChunkChoice(index=index, delta=content, logprobs=logprobs))
+        if delta.finish_reason is not None:
+            reason = finish_reason(delta.finish_reason)
+            data += self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason))
+        return data
+
+    def _chunk(self, choice: ChatChunkChoice) -> bytes:
+        return event(self._response([choice]))
+
+    def _response(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        reply = self._reply
+        usage = None if self._body.wants_usage_chunk else msgspec.UNSET
+        return ChatCompletionChunk(id=reply.id, created=reply.created, model=reply.model, choices=choices, usage=usage)

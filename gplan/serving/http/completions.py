@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from formats.openai import CompletionChoice, CompletionRequest, CompletionResponse
 from formats.openai_rules import decode_completion
-from gplan.serving.generation import Answer, InterruptedAnswerError, Job, complete_all
+from gplan.serving.generation import Answer, Delta, Job
 from gplan.serving.http.answers import completion_logprobs, finish_reason, usage_of
+from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.errors import ApiError
-from gplan.serving.http.events import DONE, event, merged
-from gplan.serving.http.service import Service, decode_body, in_thread, while_connected
+from gplan.serving.http.events import EventStream, WholeAnswer, event
+from gplan.serving.http.service import Service
+from gplan.serving.vocabulary import Vocabulary
+
+DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,98 +48,107 @@ async def completions(service: Service, request: Request) -> Response:
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported here", param="echo", code="unsupported_parameter")
     best_of = body.best_of or body.n or 1
-    service.check_room(best_of * len(body.prompts))
-    prompts = await in_thread(_prompts, service, body, best_of)
+    seat = service.admit(best_of * len(body.prompts))
+    prompts = await service.in_thread_with(seat, _prompts, service, body, best_of)
     reply = _Reply(service.model, service.now())
+    vocabulary = service.tokenizer.vocabulary
+    generation = service.begin([job for prompt in prompts for job in prompt.jobs], seat)
     if body.stream:
-        return StreamingResponse(_events(service, body, prompts, reply), media_type="text/event-stream")
-    jobs = [job for prompt in prompts for job in prompt.jobs]
-    answers = await while_connected(request, complete_all(service.client, service.tokenizer.vocabulary, jobs))
-    if answers is None:
-        return Response(status_code=499)
-    return Response(
-        msgspec.json.encode(_response(service, body, prompts, answers, reply)), media_type="application/json"
-    )
+        return EventStream(generation, _Writer(body, prompts, reply, vocabulary))
+    return WholeAnswer(generation, functools.partial(_response, body, prompts, reply, vocabulary))
 
 
 def _prompts(service: Service, body: CompletionRequest, best_of: int) -> list[_Prompt]:
     """Tokenises; runs in a thread."""
     found = []
-    ranked = best_of > (body.n or 1)
+    is_ranked = best_of > (body.n or 1)
     for index, prompt in enumerate(body.prompts):
         name = "prompt" if isinstance(body.prompt, str) or len(body.prompts) == 1 else f"prompt[{index}]"
         tokens = service.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        logprobs = 0 if ranked and body.logprobs is None else body.logprobs
-        jobs = service.jobs(
-            body, tokens, count=best_of, max_tokens=body.max_output_tokens, logprobs=logprobs, param=name
+        jobs = service.jobs.make(
+            body,
+            tokens,
+            count=best_of,
+            max_tokens=body.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            logprobs=0 if is_ranked and body.logprobs is None else body.logprobs,
+            param=name,
+            continues_prompt=True,
         )
-        text = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
-        found.append(_Prompt(tuple(tokens), text if body.echo else "", jobs))
+        echo = ""
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
+        found.append(_Prompt(tuple(tokens), echo, jobs))
     return found
 
 
 def _response(
-    service: Service, body: CompletionRequest, prompts: Sequence[_Prompt], answers: Sequence[Answer], reply: _Reply
+    body: CompletionRequest,
+    prompts: Sequence[_Prompt],
+    reply: _Reply,
+    vocabulary: Vocabulary,
+    answers: Sequence[Answer],
 ) -> CompletionResponse:
     choices: list[CompletionChoice] = []
-    done = 0
+    n = body.n or 1
+    remaining = iter(answers)
     for prompt in prompts:
-        mine = answers[done : done + len(prompt.jobs)]
-        done += len(prompt.jobs)
-        best = sorted(mine, key=lambda answer: -answer.mean_logprob) if len(mine) > (body.n or 1) else mine
-        for answer in best[: body.n or 1]:
+        mine = [next(remaining) for _ in prompt.jobs]
+        best = sorted(mine, key=lambda answer: -answer.mean_logprob) if len(mine) > n else mine
+        for answer in best[:n]:
             logprobs = None
             if body.logprobs is not None:
-                vocabulary = service.tokenizer.vocabulary
-                logprobs = completion_logprobs(vocabulary, answer.tokens, len(prompt.echo), body.logprobs > 0)
-            text = prompt.echo + answer.text
+                logprobs = completion_logprobs(vocabulary, answer.scored, body.logprobs > 0)
             choices.append(
                 CompletionChoice(
-                    index=len(choices), text=text, logprobs=logprobs, finish_reason=finish_reason(answer.finish_reason)
+                    index=len(choices),
+                    text=prompt.echo + answer.text,
+                    logprobs=logprobs,
+                    finish_reason=finish_reason(answer.finish_reason),
                 )
             )
-    used = usage_of(sum(len(p.tokens) for p in prompts), sum(len(answer.tokens) for answer in answers))
+    used = usage_of(sum(len(p.tokens) for p in prompts), sum(answer.num_tokens for answer in answers))
     return CompletionResponse(id=reply.id, created=reply.created, model=reply.model, choices=choices, usage=used)
 
 
-async def _events(
-    service: Service, body: CompletionRequest, prompts: Sequence[_Prompt], reply: _Reply
-) -> AsyncIterator[bytes]:
-    vocabulary = service.tokenizer.vocabulary
-    jobs = [job for prompt in prompts for job in prompt.jobs]
-    offsets = [len(prompt.echo) for prompt in prompts for _ in prompt.jobs]
-    num_tokens = 0
+class _Writer:
+    """Chunks of a stream."""
 
-    def chunk(choice: CompletionChoice) -> bytes:
-        usage = None if body.wants_usage_chunk else msgspec.UNSET
-        return event(
-            CompletionResponse(id=reply.id, created=reply.created, model=reply.model, choices=[choice], usage=usage)
-        )
+    def __init__(
+        self, body: CompletionRequest, prompts: Sequence[_Prompt], reply: _Reply, vocabulary: Vocabulary
+    ) -> None:
+        self._body, self._reply, self._vocabulary = body, reply, vocabulary
+        self._echoes = [prompt.echo for prompt in prompts for _ in prompt.jobs]
+        self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self._num_tokens = 0
 
-    echoes = [prompt.echo for prompt in prompts for _ in prompt.jobs]
-    for index, echo in enumerate(echoes):
-        if echo:
-            yield chunk(CompletionChoice(index=index, text=echo))
-    try:
-        async for deltas in merged(service.client, vocabulary, jobs):
-            parts = []
-            for index, delta in deltas:
-                num_tokens += len(delta.tokens)
-                logprobs = None
-                if body.logprobs is not None:
-                    logprobs = completion_logprobs(vocabulary, delta.tokens, offsets[index], body.logprobs > 0)
-                offsets[index] += len(delta.text)
-                reason = None if delta.finish_reason is None else finish_reason(delta.finish_reason)
-                if delta.text or reason or (logprobs is not None and delta.tokens):
-                    parts.append(
-                        chunk(CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason))
-                    )
-            if parts:
-                yield b"".join(parts)
-    except InterruptedAnswerError as error:
-        yield event(ApiError(500, error.message, code="engine_down").body())
-        return
-    if body.wants_usage_chunk:
-        usage = usage_of(sum(len(p.tokens) for p in prompts), num_tokens)
-        yield event(CompletionResponse(id=reply.id, created=reply.created, model=reply.model, choices=[], usage=usage))
-    yield DONE
+    def begin(self) -> bytes:
+        choices = [CompletionChoice(index=index, text=echo) for index, echo in enumerate(self._echoes) if echo]
+        return b"".join(self._chunk(choice) for choice in choices)
+
+    def part(self, news: Sequence[tuple[int, Delta]]) -> bytes:
+        return b"".join([self._delta(index, delta) for index, delta in news])
+
+    def end(self) -> bytes:
+        if not self._body.wants_usage_chunk:
+            return b""
+        usage = usage_of(self._num_prompt_tokens, self._num_tokens)
+        return event(msgspec.structs.replace(self._response([]), usage=usage))
+
+    def _delta(self, index: int, delta: Delta) -> bytes:
+        self._num_tokens += delta.num_tokens
+        logprobs = None
+        if self._body.logprobs is not None and delta.scored:
+            logprobs = completion_logprobs(self._vocabulary, delta.scored, self._body.logprobs > 0)
+        reason = None if delta.finish_reason is None else finish_reason(delta.finish_reason)
+        if not (delta.text or reason or logprobs):
+            return b""
+        return self._chunk(CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason))
+
+    def _chunk(self, choice: CompletionChoice) -> bytes:
+        return event(self._response([choice]))
+
+    def _response(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        reply = self._reply
+        usage = None if self._body.wants_usage_chunk else msgspec.UNSET
+        return CompletionResponse(id=reply.id, created=reply.created, model=reply.model, choices=choices, usage=usage)

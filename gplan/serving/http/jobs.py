@@ -1,0 +1,102 @@
+"""From a request and a prompt to what the engine is asked: all that depends on model and plan is checked here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from formats.openai import SamplingRequest
+from gplan.core import SamplingParams
+from gplan.serving.generation import Job
+from gplan.serving.http.errors import ApiError
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMaker:
+    """What the checks need to know of model and plan."""
+
+    max_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def make(
+        self,
+        request: SamplingRequest,
+        prompt: Sequence[int],
+        *,
+        count: int,
+        max_tokens: int | None,
+        default_max_tokens: int | None,
+        logprobs: int | None,
+        param: str,
+        continues_prompt: bool,
+    ) -> list[Job]:
+        """`count` answers to one prompt. With a seed, the first is what it would be alone.
+
+        Args:
+            max_tokens: as the request says it, None where it does not.
+            default_max_tokens: what is generated then, if it fits; None for as many as fit.
+            param: name of the prompt in the request, for errors.
+
+        Raises:
+            ApiError: 400; names the parameter and the figures.
+        """
+        left = self._room(prompt, max_tokens, param)
+        limit = max_tokens if max_tokens is not None else min(left, default_max_tokens or left)
+        if request.min_tokens is not None and request.min_tokens > limit:
+            raise ApiError(
+                400, f"min_tokens ({request.min_tokens}) is more than the {limit} tokens left", param="min_tokens"
+            )
+        seed = random.getrandbits(63) if request.seed is None else request.seed
+        seeds = [(seed + index * _SEED_STEP) & _SEED_MASK for index in range(count)]
+        return [
+            Job(tuple(prompt), self._params(request, limit, logprobs, each), request.stop_strings, continues_prompt)
+            for each in seeds
+        ]
+
+    def _room(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> int:
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens", param=param)
+        self._check_ids(prompt, param)
+        left = self.max_len - len(prompt)
+        if left < (max_tokens or 1):
+            wanted = " and leaves no room for output" if max_tokens is None else f", max_tokens is {max_tokens}"
+            raise ApiError(
+                400,
+                f"this model is served with at most {self.max_len} tokens in all; "
+                f"the prompt has {len(prompt)} tokens{wanted}",
+                param=param if left < 1 else "max_tokens",
+                code="context_length_exceeded",
+            )
+        return left
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if ids and max(ids) >= self.vocab_size:
+            raise ApiError(400, f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}", param=param)
+
+    def _params(self, request: SamplingRequest, limit: int, logprobs: int | None, seed: int) -> SamplingParams:
+        bias = request.logit_bias or {}
+        self._check_ids(tuple(bias), "logit_bias")
+        self._check_ids(request.stop_token_ids or (), "stop_token_ids")
+        stop_ids = frozenset(request.stop_token_ids or ())
+        if not request.ignore_eos:
+            stop_ids |= {token for token in self.eos_token_ids if token < self.vocab_size}
+        return SamplingParams(
+            max_tokens=limit,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=max(request.top_k or 0, 0),
+            top_p=1.0 if request.top_p is None else request.top_p,
+            min_p=request.min_p or 0.0,
+            seed=seed,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            logit_bias=tuple(bias.items()),
+            logprobs=logprobs,
+            stop_token_ids=stop_ids,
+            min_tokens=request.min_tokens or 0,
+        )
