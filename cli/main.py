@@ -17,12 +17,14 @@ import click
 
 from cli.check import check
 from cli.diff import diff
+from cli.explain import explain
 from cli.failure import Failure
 from cli.plan import plan
 from cli.quickstart import quickstart
 from cli.serve import serve
 from cli.show import show
 from cli.simulate import simulate
+from cli.verify import verify
 from formats.errors import FormatError
 from gplan import __version__
 from gplan.errors import GplanError
@@ -68,7 +70,7 @@ def cli() -> None:
     """
 
 
-for command in (plan, show, check, serve, diff, simulate, quickstart):
+for command in (plan, show, explain, check, serve, verify, diff, simulate, quickstart):
     cli.add_command(command)
 
 

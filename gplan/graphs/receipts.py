@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from formats.plan import Receipt
-from gplan.core import Batch, ShapeKey
+from gplan.core import Batch, Phase, ShapeKey
 from gplan.errors import VerificationError
 from gplan.graphs.admission import Verdict
 from gplan.graphs.executor import Executor
+from gplan.graphs.synthetic import BatchMaker
 
 
 @torch.no_grad()
@@ -37,6 +38,21 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
         if not torch.equal(found, expected):
             raise _difference(key, batch, found, expected)
     return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
+
+
+def compositions(executor: Executor, key: ShapeKey, batches: BatchMaker) -> list[Batch]:
+    """Batches that a key must get right: one row, about half of them, all; from nothing to the maximum length; prompts
+    from nothing and after cached tokens."""
+    limits = executor.parts.limits
+    deepest = limits.max_len - 1
+    if key.phase is Phase.DECODE:
+        half = (key.size + 1) // 2
+        sizes = (1, half, key.size, key.size)
+        contexts = (0, min(limits.page_size - 1, deepest), deepest // 2, deepest)
+        return [batches.decode(size, context) for size, context in zip(sizes, contexts, strict=True)]
+    slots = min(executor.prefill.setup.request_slots or limits.max_batch, key.size)
+    cached = max(0, min(limits.page_size + 3, deepest - 1 - -(-key.size // slots)))
+    return [batches.prefill(1), batches.prefill(key.size), batches.ragged(max(1, key.size - 1), slots, cached)]
 
 
 def _difference(key: ShapeKey, batch: Batch, found: Tensor, expected: Tensor) -> VerificationError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from formats.plan import BackendName, Bucket, Receipt
-from gplan.core import Batch, Phase, ShapeKey
+from gplan.core import Phase, ShapeKey
 from gplan.errors import FitError
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import (
@@ -22,7 +22,7 @@ from gplan.graphs.assembly import (
 )
 from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor
-from gplan.graphs.receipts import check_key
+from gplan.graphs.receipts import check_key, compositions
 from gplan.kernels.base import KernelShape
 from gplan.models import load_model
 from gplan.planning.backends import Trial
@@ -96,7 +96,7 @@ class Bench:
         for index, entry in enumerate(captured):
             self._progress("measure", index, len(captured))
             buckets[entry.key] = profiler.bucket(entry)
-            receipts.append(check_key(executor, entry.key, self._compositions(entry.key)))
+            receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
         self._progress("measure", len(captured), len(captured))
         # Graphs themselves take device memory outside the allocator, so this is read while they are there.
         self._non_torch = executor.device.memory().non_torch
@@ -150,18 +150,6 @@ class Bench:
 
     def _profiler(self, executor: Executor) -> Profiler:
         return Profiler(executor, self.resolved.spec.vocab_size, self._patience)
-
-    def _compositions(self, key: ShapeKey) -> list[Batch]:
-        """Batches that a key must get right: one row, about half of them, all; short and long, cached or not."""
-        batches = self.profiler.batches
-        if key.phase is Phase.DECODE:
-            contexts = (0, self.profiler.context, self.profiler.context // 2)
-            sizes = sorted({1, (key.size + 1) // 2, key.size})
-            return [batches.decode(size, context) for size, context in zip(sizes, contexts, strict=False)]
-        limits = self.resolved.limits
-        slots = min(self.setup(key.phase, "full", ()).request_slots, key.size)
-        cached = max(0, min(limits.page_size + 3, limits.max_len - 2 - -(-key.size // slots)))
-        return [batches.prefill(1), batches.prefill(key.size), batches.ragged(max(1, key.size - 1), slots, cached)]
 
     def _measuring_config(self) -> ExecutorConfig:
         resolved = self.resolved

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from formats.drift import Drift
-from formats.plan import Plan
+from formats.plan import Plan, Receipt
 from gplan.core import Phase
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import ExecutorConfig, Progress, build
 from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor
-from gplan.graphs.receipts import check_key
+from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.synthetic import BatchMaker
 from gplan.memory.ledger import LedgerEntry, MemoryLedger
 from gplan.models import load_model
@@ -72,6 +72,23 @@ def start_executor(plan: Plan, checkpoint: str, progress: Progress, accept: Coll
         accepted=preflight.accepted,
         seconds=time.perf_counter() - started,
     )
+
+
+def verify_all(executor: Executor, vocab_size: int, progress: Progress) -> tuple[Receipt, ...]:
+    """Replays every key against eager, on batches of several sizes, lengths and prefixes.
+
+    Raises:
+        VerificationError: names the first key that differs, and the row.
+    """
+    parts = executor.parts
+    batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
+    receipts = []
+    for index, key in enumerate(executor.keys):
+        progress("verify", index, len(executor.keys))
+        executor.guard.check(key)
+        receipts.append(check_key(executor, key, compositions(executor, key, batches)))
+    progress("verify", len(executor.keys), len(executor.keys))
+    return tuple(receipts)
 
 
 def recheck_receipts(executor: Executor, vocab_size: int) -> None:

@@ -1,0 +1,125 @@
+"""`gplan explain`: what happens to a batch of one size, and why."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from cli.parameters import plan_argument
+from cli.views import echo_json
+from formats.container import read_plan
+from formats.plan import PhasePlan, Plan, plan_id
+from gplan.core import Phase
+from gplan.errors import GplanError
+from gplan.graphs.admission import Admission, PhaseSetup
+from gplan.scheduling.times import interpolate
+
+REASONS = {
+    "eager_backend": "the phase runs eagerly: it has no buckets",
+    "above_ladder": "it is above the largest bucket",
+    "eager_cheaper": "eager execution is cheaper than padding to the bucket above, as measured",
+    "padding_cap": "the bucket above is further away than the padding cap allows",
+}
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch of one size gets.
+
+    Attributes:
+        key: the bucket that is replayed; empty where the batch runs eagerly.
+        reason: why it runs eagerly; empty where it is replayed.
+        step_us: expected time of the step; None where the plan holds no times.
+        padding_us: of it, beyond a replay at the exact size, were that a bucket.
+        alternative: the other way to run it, and its expected time.
+    """
+
+    plan_id: str
+    phase: str
+    size: int
+    key: str
+    reason: str
+    padding_rows: int
+    step_us: float | None
+    padding_us: float
+    alternative: str
+    alternative_us: float | None
+
+
+@click.command()
+@plan_argument
+@click.option("--phase", type=click.Choice(["decode", "prefill"]), required=True)
+@click.option("--size", type=click.IntRange(1), required=True, help="Requests in decode, tokens in prefill.")
+@click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
+def explain(plan: str, phase: str, size: int, as_json: bool) -> None:
+    """Says which graph a batch of SIZE is replayed from, what its padding costs and what else could be done; or why it
+    runs eagerly.
+
+    \b
+    Examples:
+      gplan explain model.gplan --phase decode --size 37
+      gplan explain model.gplan --phase prefill --size 300 --json
+    """
+    view = explanation(read_plan(plan), phase, size)
+    if as_json:
+        echo_json(view)
+    else:
+        click.echo("\n".join(_page(view)))
+
+
+def explanation(plan: Plan, phase: str, size: int) -> Explanation:
+    """
+    Raises:
+        GplanError: no step is as large as `size`.
+    """
+    part = plan.phase(phase)
+    if size > part.max_size:
+        unit = "requests" if phase == "decode" else "tokens"
+        raise GplanError(
+            f"--size {size}: no {phase} step has more than {part.max_size} {unit}", "Ask for a size up to that."
+        )
+    verdict = Admission(PhaseSetup.from_plan(part)).at(size)
+    graph_us = {bucket.size: bucket.graph.median_us for bucket in part.ladder if bucket.graph is not None}
+    eager_us = {bucket.size: bucket.eager.median_us for bucket in part.ladder}
+    eager = interpolate(eager_us, size) if eager_us else None
+    above = next((bucket.size for bucket in part.ladder if bucket.size >= size), None)
+    if verdict.key is None:
+        return Explanation(
+            plan_id=plan_id(plan),
+            phase=phase,
+            size=size,
+            key="",
+            reason=REASONS[verdict.reason],
+            padding_rows=0,
+            step_us=eager,
+            padding_us=0.0,
+            alternative="" if above is None else f"replay {phase}:{above}",
+            alternative_us=None if above is None else graph_us[above],
+        )
+    bucket = verdict.key.size
+    return Explanation(
+        plan_id=plan_id(plan),
+        phase=phase,
+        size=size,
+        key=str(verdict.key),
+        reason="",
+        padding_rows=bucket - size,
+        step_us=graph_us[bucket],
+        padding_us=max(0.0, graph_us[bucket] - interpolate(graph_us, size)),
+        alternative="eager",
+        alternative_us=eager,
+    )
+
+
+def _page(view: Explanation) -> list[str]:
+    unit = "requests" if view.phase == Phase.DECODE else "tokens"
+    lines = [f"{view.phase} of {view.size} {unit}"]
+    if view.key:
+        lines.append(f"  is replayed from {view.key}, {view.padding_rows} rows of padding")
+        lines.append(f"  expected to take {view.step_us:.0f} µs, {view.padding_us:.0f} µs of it for padding")
+    else:
+        lines.append(f"  runs eagerly: {view.reason}")
+        if view.step_us is not None:
+            lines.append(f"  expected to take {view.step_us:.0f} µs")
+    if view.alternative and view.alternative_us is not None:
+        lines.append(f"  otherwise: {view.alternative}, {view.alternative_us:.0f} µs")
+    return lines
