@@ -8,7 +8,7 @@ import msgspec
 from cli.parameters import plan_argument
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.plan import PhasePlan, Plan, plan_id
+from formats.plan import Plan, plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import Admission, PhaseSetup

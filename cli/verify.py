@@ -27,8 +27,8 @@ class VerifyView(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def verify(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_json: bool) -> None:
-    """Captures every graph of the plan and compares each with eager execution at the same padded shape, to the bit, with
-    poisoned padding.
+    """Captures every graph of the plan and compares each with eager execution at the same padded shape, to the bit and
+    with poisoned padding.
 
     Exit code 5 if one differs, with its key and the first row that does.
 
