@@ -12,6 +12,7 @@ Policy, in this order at every step:
 3. A waiting request is admitted, in order of arrival, when a row is free and the pages of all its tokens are, beside
    one page for each running request, itself included, that has yet to grow. It then holds those pages from its first
    chunk on, so that prompts under way never compete for pages.
+4. With a `Packer`, the cut of the last prompt is moved to a bucket where that ends it sooner.
 
 When a decode finds no free page, the youngest running request gives all of its pages back, waits at the head of the
 queue, and later computes its tokens again (preemption by recomputation). The oldest request never yields and any
@@ -36,6 +37,7 @@ from formats.plan import Limits
 from gplan.core import DUMMY_ROW, Batch, Chunk, FinishReason, Phase, Request
 from gplan.errors import FitError, GplanError
 from gplan.scheduling.entry import Decoders, Entry
+from gplan.scheduling.packing import Packer
 from gplan.scheduling.pages import PageAccount
 
 
@@ -72,14 +74,16 @@ class Scheduler:
     Args:
         limits: `chunk` bounds the tokens of a step, `max_batch` its requests, `max_len` prompt and output of one.
         num_pages: pages of the KV pool, the dummy page included.
+        packer: moves cuts of prompts to buckets; None leaves them where the chunk ends.
 
     Raises:
         FitError: the pages do not hold one request of `max_len`.
         GplanError: `chunk` is below `max_batch`, so that a step could not decode every request.
     """
 
-    def __init__(self, limits: Limits, num_pages: int) -> None:
+    def __init__(self, limits: Limits, num_pages: int, packer: Packer | None = None) -> None:
         self.limits = limits
+        self._packer = packer
         self._pages = PageAccount(num_pages)
         _check_limits(limits, self._pages.capacity)
         self._rows = list(range(limits.max_batch, DUMMY_ROW, -1))
@@ -326,7 +330,17 @@ class Scheduler:
             length = min(budget, entry.request.num_tokens)
             parts.append((entry, length))
             budget -= length
+        if self._packer is not None and budget == 0 and parts and not self._waiting:
+            self._cut_to_buckets(self._packer, parts)
         return parts
+
+    def _cut_to_buckets(self, packer: Packer, parts: list[tuple[Entry, int]]) -> None:
+        """Shortens the last chunk of a full step where the one prompt that is left then ends sooner."""
+        entry, length = parts[-1]
+        rest = entry.request.num_tokens - entry.request.cached_len - length
+        if rest:
+            decodes = len(self._decoders) + len(parts) - 1
+            parts[-1] = (entry, length - packer.tokens_to_leave(length, rest, decodes))
 
     def _can_admit(self) -> bool:
         if not self._waiting or not self._rows:

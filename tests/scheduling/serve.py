@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from formats.plan import Limits
 from gplan.core import DUMMY_PAGE, DUMMY_ROW, Batch, Chunk, Phase, Request, SamplingParams
+from gplan.scheduling.packing import Packer
 from gplan.scheduling.scheduler import Scheduler
 
 STOP_TOKEN = 0
@@ -19,6 +20,11 @@ VOCABULARY = 97
 
 def limits(*, max_batch: int = 4, max_len: int = 32, chunk: int = 8, page_size: int = 4) -> Limits:
     return Limits(max_batch=max_batch, max_len=max_len, chunk=chunk, page_size=page_size, memory_bytes=0)
+
+
+def packer(chunk: int) -> Packer:
+    """Buckets of which each takes as long as it is large, beside a start."""
+    return Packer({size: 3.0 + size for size in (*range(3, chunk, 3), chunk)})
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int, *, stops: bool = True) -> Request:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gplan.core import Batch, FinishReason, Request
 from gplan.scheduling.scheduler import Scheduler
-from tests.scheduling.serve import Device, Server, answer, limits, request
+from tests.scheduling.serve import Device, Server, answer, limits, packer, request
 
 MAX_LEN = 24
 
@@ -24,12 +24,13 @@ class Traffic(RuleBasedStateMachine):
         more_chunk=st.integers(0, 12),
         page_size=st.sampled_from([1, 2, 4, 7, 16]),
         more_pages=st.integers(0, 12),
+        packs=st.booleans(),
     )
-    def start(self, lag: int, max_batch: int, more_chunk: int, page_size: int, more_pages: int) -> None:
+    def start(self, lag: int, max_batch: int, more_chunk: int, page_size: int, more_pages: int, packs: bool) -> None:
         self.limits = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
         num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
         self.lag = lag
-        self.scheduler = Scheduler(self.limits, num_pages)
+        self.scheduler = Scheduler(self.limits, num_pages, packer(self.limits.chunk) if packs else None)
         self.server = Server(self.scheduler, Device(self.limits, num_pages), lag)
         self.prompts: dict[str, tuple[list[int], bool]] = {}
         self.live: dict[str, Request] = {}
@@ -89,10 +90,10 @@ class Traffic(RuleBasedStateMachine):
         assert happened or not self.live, "no step runs, and requests wait"
         for batch in self.server.batches[num_steps:]:
             self._follow(batch)
-        self.turns_as_oldest += 1
+        self.turns_as_oldest = self.turns_as_oldest + 1 if self.live else 0
         if self.live:
             oldest = next(iter(self.live.values()))
-            prefills = -(-MAX_LEN // self.limits.chunk)
+            prefills = 2 * -(-MAX_LEN // self.limits.chunk)
             assert self.turns_as_oldest <= prefills + MAX_LEN + 2 * self.lag + 1, f"{oldest.id} waits for ever"
         for finished in self.server.finished[num_finished:]:
             prompt, stops = self.prompts[finished.id]

@@ -15,7 +15,7 @@ from gplan.scheduling.report import SimulationReport, distribution
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate
 from gplan.scheduling.times import StepTimes, phase_times
-from tests.scheduling.serve import limits
+from tests.scheduling.serve import limits, packer
 
 MAX_LEN = 20
 
@@ -143,6 +143,7 @@ requests = st.lists(
     more_pages=st.integers(0, 10),
     cached_us=st.sampled_from([0.0, 0.5]),
     slots=st.integers(0, 2),
+    packs=st.booleans(),
 )
 def test_a_simulation_is_the_engines_loop(
     asked: list[tuple[float, int, int]],
@@ -155,16 +156,18 @@ def test_a_simulation_is_the_engines_loop(
     more_pages: int,
     cached_us: float,
     slots: int,
+    packs: bool,
 ) -> None:
     served = trace(*((0.0, *lengths[1:]) if clients else lengths for lengths in sorted(asked)), concurrency=clients)
     bounds = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
     num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
     measured = times(max_batch, bounds.chunk, cached_us=cached_us, slots=slots)
-    scheduler = Scheduler(bounds, num_pages)
+    cutter = packer(bounds.chunk) if packs else None
+    scheduler = Scheduler(bounds, num_pages, cutter)
     report = simulate(served, scheduler, measured, lag=lag, overhead_us=overhead_us)
     scheduler.check()
     assert scheduler.num_free_pages == num_pages - 1
-    engine = Engine(served, Scheduler(bounds, num_pages), measured, lag, round(overhead_us * 1e6))
+    engine = Engine(served, Scheduler(bounds, num_pages, cutter), measured, lag, round(overhead_us * 1e6))
     engine.run()
     assert_equal(report, engine)
 
