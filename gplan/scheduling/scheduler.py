@@ -34,11 +34,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from formats.plan import Limits
-from gplan.core import DUMMY_ROW, Batch, Chunk, FinishReason, Phase, Request
+from gplan.core import Batch, Chunk, FinishReason, Phase, Request
 from gplan.errors import FitError, GplanError
 from gplan.scheduling.entry import Decoders, Entry
+from gplan.scheduling.holdings import Holdings
 from gplan.scheduling.packing import Packer
-from gplan.scheduling.pages import PageAccount
 
 
 class Advance(NamedTuple):
@@ -84,16 +84,14 @@ class Scheduler:
     def __init__(self, limits: Limits, num_pages: int, packer: Packer | None = None) -> None:
         self.limits = limits
         self._packer = packer
-        self._pages = PageAccount(num_pages)
-        _check_limits(limits, self._pages.capacity)
-        self._rows = list(range(limits.max_batch, DUMMY_ROW, -1))
+        self._holdings = Holdings(limits, num_pages)
+        _check_limits(limits, self._holdings.num_pages)
         self._entries: dict[str, Entry] = {}
         self._waiting: deque[Entry] = deque()
         self._prefilling: list[Entry] = []
         self._decoders = Decoders(limits.page_size)
         self._complete: list[Entry] = []
         """Whose last token is under way; they still hold their rows and pages."""
-        self._num_growing = 0
         self._repeatable = False
         self.num_preemptions = 0
 
@@ -113,15 +111,15 @@ class Scheduler:
     @property
     def num_pages(self) -> int:
         """Pages that can be given out: all but the dummy."""
-        return self._pages.capacity
+        return self._holdings.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        return self._pages.num_free
+        return self._holdings.num_free
 
     @property
     def num_held_pages(self) -> int:
-        return self._pages.num_held
+        return self._holdings.num_held
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked that its prompt is not empty and leaves room for one token."""
@@ -207,7 +205,7 @@ class Scheduler:
             size=size,
             num_requests=num_decodes + len(prompts),
             num_decodes=num_decodes,
-            pages=self._pages.num_held,
+            pages=self._holdings.num_held,
             cached_tokens=cached_tokens,
             prompts=ended,
             complete=complete,
@@ -222,10 +220,9 @@ class Scheduler:
         was kept for it.
         """
         short = self._decoders.short()
-        if not self._repeatable or self._complete or len(short) > self._pages.num_free:
+        if not self._repeatable or self._complete or len(short) > self._holdings.num_free:
             return None
-        for entry in short:
-            self._hold(entry, (self._pages.take_one(),))
+        self._holdings.grow(short)
         self._complete = self._decoders.step()
         if not self._complete:
             return []
@@ -233,18 +230,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Pages and rows add up: none lost, none shared, none of the dummies given out. Looks at all: for tests."""
-        self._pages.check()
-        holders = [*self._decoders.entries, *self._prefilling, *self._complete]
-        pages = [page for entry in holders for page in entry.request.pages]
-        assert len(pages) == len(set(pages)) == self._pages.num_held, "a page is shared or lost"
-        rows = [entry.request.row for entry in holders]
-        assert sorted(rows + self._rows) == list(range(1, self.limits.max_batch + 1)), "a row is shared or lost"
-        assert self._num_growing == sum(entry.capacity < entry.end - 1 for entry in holders)
-        for entry in holders:
-            assert entry.pages is None or list(entry.pages) == entry.request.pages
-            assert entry.capacity == len(entry.request.pages) * self.limits.page_size >= entry.request.cached_len
-        for entry in self._waiting:
-            assert (entry.request.pages, entry.request.row, entry.request.cached_len) == ([], DUMMY_ROW, 0)
+        self._holdings.check([*self._decoders.entries, *self._prefilling, *self._complete], self._waiting)
         lengths = [self._decoders.cached_len(entry) for entry in self._decoders.entries]
         assert self._decoders.cached_tokens == sum(lengths)
 
@@ -254,7 +240,7 @@ class Scheduler:
             del self._entries[entry.request.id]
         return [entry.request for entry in self._complete]
 
-    # Pages and rows ---------------------------------------------------------------------------------------------
+    # Pages ------------------------------------------------------------------------------------------------------
 
     def _make_room_for_decodes(self) -> list[Request]:
         """Gives each decode the page it needs; the youngest yield while there are too few. Returns those that did.
@@ -263,10 +249,9 @@ class Scheduler:
         it gave back remain.
         """
         preempted = []
-        while len(self._decoders.short()) > self._pages.num_free:
+        while len(self._decoders.short()) > self._holdings.num_free:
             preempted.append(self._preempt_youngest())
-        for entry in self._decoders.short():
-            self._hold(entry, (self._pages.take_one(),))
+        self._holdings.grow(self._decoders.short())
         return preempted
 
     def _preempt_youngest(self) -> Request:
@@ -279,7 +264,7 @@ class Scheduler:
             missing = self._decoders.cached_len(entry) - request.cached_len
             request.tokens += [0] * missing  # of `advance`, which only counted them
             self._decoders.leave(entry)
-        self._release(entry)
+        self._holdings.release(entry)
         request.cached_len = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -287,32 +272,10 @@ class Scheduler:
         entry.waiting = True
         return request
 
-    def _hold(self, entry: Entry, pages: Sequence[int]) -> None:
-        entry.request.pages += pages
-        entry.pages = None
-        entry.capacity += len(pages) * self.limits.page_size
-        grows = entry.capacity < entry.end - 1
-        if grows != entry.grows:
-            entry.grows = grows
-            self._num_growing += 1 if grows else -1
-
-    def _release(self, entry: Entry) -> None:
-        request = entry.request
-        self._pages.give_back(request.pages)
-        self._rows.append(request.row)
-        request.row = DUMMY_ROW
-        request.pages.clear()
-        entry.pages, entry.capacity = None, 0
-        self._num_growing -= entry.grows
-        entry.grows = False
-
     def _release_complete(self) -> None:
         for entry in self._complete:
-            self._release(entry)
+            self._holdings.release(entry)
         self._complete = []
-
-    def _pages_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
 
     # Prompts ----------------------------------------------------------------------------------------------------
 
@@ -343,20 +306,14 @@ class Scheduler:
             parts[-1] = (entry, length - packer.tokens_to_leave(length, rest, decodes))
 
     def _can_admit(self) -> bool:
-        if not self._waiting or not self._rows:
+        if not self._waiting or self._waiting[0].request.num_pending:
             return False
-        entry = self._waiting[0]
-        if entry.request.num_pending:
-            return False
-        needed = self._pages_of(entry.request.num_tokens)
-        growing = self._num_growing + (needed * self.limits.page_size < entry.end - 1)
-        return needed + growing <= self._pages.num_free
+        return self._holdings.fits(self._waiting[0])
 
     def _admit(self) -> Entry:
         entry = self._waiting.popleft()
         entry.waiting = False
-        entry.request.row = self._rows.pop()
-        self._hold(entry, self._pages.take(self._pages_of(entry.request.num_tokens)))
+        self._holdings.settle(entry)
         self._prefilling.append(entry)
         return entry
 
@@ -373,7 +330,7 @@ class Scheduler:
             if entry.pages is None:
                 entry.pages = tuple(request.pages)
             return Chunk(request, start, length, entry.pages, True)
-        return Chunk(request, start, length, tuple(request.pages[: self._pages_of(end)]), False)
+        return Chunk(request, start, length, tuple(request.pages[: self._holdings.pages_of(end)]), False)
 
     def _end_prompt(self, entry: Entry) -> None:
         """Files the oldest request that prefills under what comes next: decodes, or nothing more."""
@@ -401,7 +358,7 @@ class Scheduler:
             queue = self._complete if entry in self._complete else self._prefilling
             queue.remove(entry)
         if entry.request.is_running:
-            self._release(entry)
+            self._holdings.release(entry)
         entry.request.num_pending = 0
         entry.request.finish_reason = reason
         del self._entries[entry.request.id]
