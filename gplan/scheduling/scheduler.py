@@ -212,9 +212,10 @@ class Scheduler:
             preempted=preempted,
         )
 
-    def repeat(self) -> list[Request] | None:
+    def repeat(self) -> tuple[int, list[Request]] | None:
         """Takes one more step like the one that `advance` just took, if that is what `advance` would do: a step of the
-        same decodes alone. Returns whom it completes, or None where only `advance` can tell what comes next.
+        same decodes alone. Returns how many pages it gave out and whom it completes, or None where only `advance` can
+        tell what comes next.
 
         Who could not be admitted before that step cannot be now: rows are the same, and each page that a decode takes
         was kept for it.
@@ -222,11 +223,11 @@ class Scheduler:
         short = self._decoders.short()
         if not self._repeatable or self._complete or len(short) > self._holdings.num_free:
             return None
-        self._holdings.grow(short)
+        more_pages = len(short)
+        if more_pages:
+            self._holdings.grow(short)
         self._complete = self._decoders.step()
-        if not self._complete:
-            return []
-        return self._completed()
+        return more_pages, self._completed() if self._complete else []
 
     def check(self) -> None:
         """Pages and rows add up: none lost, none shared, none of the dummies given out. Looks at all: for tests."""

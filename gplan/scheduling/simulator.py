@@ -106,35 +106,46 @@ class _Run:
 
     def _repeat(self, step: Advance) -> None:
         """Takes steps like `step` until something but lengths changes: what `to_the_end` would do, in less time."""
-        scheduler, accounts, times = self._scheduler, self._accounts, self._times.decode
-        size, cached_tokens, gaps, horizon = step.size, step.cached_tokens, accounts.gaps, self._horizon()
+        repeat, times, gaps = self._scheduler.repeat, self._times.decode, self._accounts.gaps
+        size, cached_tokens, pages = step.size, step.cached_tokens, step.pages
+        lag, overhead, horizon = self._lag, self._overhead, self._horizon()
+        now, end = self._now, self._end
         count = busy = page_ps = 0
-        complete: list[Request] | None = []
-        while not complete and self._now < horizon:
-            complete = scheduler.repeat()
-            if complete is None:
+        complete: list[Request] = []
+        duration, varies = times.step_ps(size, size, cached_tokens), times.cached_ps > 0
+        while not complete and now < horizon:
+            repeated = repeat()
+            if repeated is None:
                 break
+            more_pages, complete = repeated
+            if varies:
+                cached_tokens += size
+                duration = times.step_ps(size, size, cached_tokens)
             count += 1
-            cached_tokens += size
-            duration = times.step_ps(size, size, cached_tokens)
-            before, launched = self._end, self._now + self._overhead
-            self._end = max(launched, before) + duration
-            self._now = max(launched, before if self._lag else self._end)
-            gap = self._end - before
+            pages += more_pages
+            before, launched = end, now + overhead
+            end = (launched if launched > before else before) + duration
+            now = max(launched, before) if lag else end
+            gap = end - before
             gaps[gap] = gaps.get(gap, 0) + size
             busy += duration
-            page_ps += scheduler.num_held_pages * duration
-        if count == 0:
-            return
-        (accounts.eager if times.is_eager(size, size) else accounts.replayed)[Phase.DECODE][size] += count
+            page_ps += pages * duration
+        if count:
+            self._now, self._end = now, end
+            self._account_for_repeated(size, count, busy, page_ps, pages)
+            self._complete(complete, end)
+            if lag:
+                self._unread = deque([(end, len(complete))])
+            else:
+                self._free_clients += len(complete)
+
+    def _account_for_repeated(self, size: int, count: int, busy: int, page_ps: int, pages: int) -> None:
+        accounts = self._accounts
+        eager = self._times.decode.is_eager(size, size)
+        (accounts.eager if eager else accounts.replayed)[Phase.DECODE][size] += count
         accounts.busy_ps[Phase.DECODE] += busy
         accounts.page_ps += page_ps
-        accounts.peak_pages = max(accounts.peak_pages, scheduler.num_held_pages)
-        self._complete(complete or (), self._end)
-        if self._lag:
-            self._unread = deque([(self._end, len(complete or ()))])
-        else:
-            self._free_clients += len(complete or ())
+        accounts.peak_pages = max(accounts.peak_pages, pages)
 
     def _horizon(self) -> float:
         """Until when nobody new can come while nobody completes."""

@@ -168,14 +168,14 @@ def test_a_step_is_repeated_only_where_nothing_but_lengths_would_change() -> Non
     step = scheduler.advance()
     assert step is not None
     assert step.phase is Phase.DECODE
-    assert scheduler.repeat() == []
+    assert scheduler.repeat() == (0, [])
     scheduler.add(request("b", [1], 2, stops=False))
     assert scheduler.repeat() is None, "a request came"
     scheduler.advance()
     scheduler.advance()
     assert scheduler.repeat() is None, "a request is complete"
     scheduler.advance()
-    assert scheduler.repeat() == []
+    assert scheduler.repeat() == (0, [])
     scheduler.abort("a")
     assert scheduler.repeat() is None, "a request was aborted"
     scheduler.check()
