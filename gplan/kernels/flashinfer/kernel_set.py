@@ -1,0 +1,163 @@
+"""The CUDA kernel set: FlashInfer's kernels, cuBLAS, and kernels in Triton where fusing pays."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flashinfer
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gplan.errors import UnsupportedError
+from gplan.kernels.base import Attention, Kernels, KernelShape, QKNorm, SamplingInputs
+from gplan.kernels.flashinfer.decode_attention import DecodeAttention, DecodeLists
+from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rms_norm
+from gplan.kernels.flashinfer.gemm_rules import MAX_ROWS, choose
+from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
+from gplan.kernels.flashinfer.rope import append, rope_append, rotate
+from gplan.kernels.flashinfer.sampling import penalise, sample
+from gplan.kernels.flashinfer.workspace import Workspace
+
+HEAD_DIMS = (64, 128, 256)
+
+
+class FlashInferKernels(Kernels):
+    """Operators on an NVIDIA GPU in bfloat16 or float16.
+
+    Products of up to 64 rows are in Triton, with norm, bias, activation and residual folded in; larger ones are
+    cuBLAS's between FlashInfer's norms and activations. Prefill attention is FlashInfer's, decode attention our own.
+
+    Raises:
+        UnsupportedError: another dtype, or heads of another size than FlashInfer has kernels for.
+    """
+
+    name: ClassVar[str] = "flashinfer"
+
+    def __init__(self, shape: KernelShape) -> None:
+        super().__init__(shape)
+        _check(shape)
+        self._pdl = torch.cuda.get_device_capability(shape.device) >= (9, 0)
+        self.workspace = Workspace(shape)
+        self._decode_lists = DecodeLists(shape, self.workspace)
+        self._prefill_lists = PrefillLists(shape, self.workspace)
+
+    @staticmethod
+    def workspace_nbytes(shape: KernelShape) -> int:
+        return Workspace.nbytes(shape)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return functional.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.shape[0] <= MAX_ROWS and rows.shape[1] <= MAX_NORM_WIDTH:
+            return rms_norm(rows, weight, eps, pdl=self._pdl).view(x.shape)
+        return flashinfer.norm.rmsnorm(rows, weight, eps).view(x.shape)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = x.clone()
+        flashinfer.norm.fused_add_rmsnorm(out, residual, weight, eps)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.shape[-1] % 16:
+            width = gate_up.shape[-1] // 2
+            return functional.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+        return flashinfer.activation.silu_and_mul(gate_up)
+
+    def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        rotate(q, positions, cos_sin)
+        rotate(k, positions, cos_sin)
+
+    def append_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        append(k, v, k_cache, v_cache, slots)
+
+    def norm_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        if x.shape[0] == 1 and self._multiply(Operands(x, weight, out, norm_weight, eps, bias)):
+            return out
+        rows = self.rms_norm(x, norm_weight, eps)
+        if self._multiply(Operands(rows, weight, out, bias=bias)):
+            return out
+        return self.linear(rows, weight, bias, out)
+
+    def norm_gate_up(
+        self, x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty((x.shape[0], gate_up_weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+        if x.shape[0] == 1 and self._multiply(Operands(x, gate_up_weight, out, norm_weight, eps, bias, gated=True)):
+            return out
+        rows = self.rms_norm(x, norm_weight, eps)
+        if self._multiply(Operands(rows, gate_up_weight, out, bias=bias, gated=True)):
+            return out
+        return self.silu_mul(self.linear(rows, gate_up_weight, bias))
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
+        if self._multiply(Operands(x, weight, residual, bias=bias, add=True)):
+            return
+        residual.addmm_(x, weight.t())
+        if bias is not None:
+            residual.add_(bias)
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        q_out: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        qk_norm: QKNorm | None = None,
+    ) -> None:
+        rope_append(self.shape, qkv, q_out, positions, cos_sin, (k_cache, v_cache), slots, qk_norm, pdl=self._pdl)
+
+    def decode_attention(self, num_requests: int, *, in_graph: bool) -> Attention:
+        return DecodeAttention(
+            self.shape, self.workspace, self._decode_lists, num_requests, in_graph=in_graph, pdl=self._pdl
+        )
+
+    def prefill_attention(self, num_tokens: int, num_requests: int, *, in_graph: bool) -> Attention:
+        return PrefillAttention(
+            self.shape, self.workspace, self._prefill_lists, num_tokens, num_requests, in_graph=in_graph
+        )
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        return sample(logits, inputs)
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        output_counts: Tensor,
+        in_prompt: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> None:
+        penalise(logits, output_counts, in_prompt, repetition, presence, frequency)
+
+    def _multiply(self, operands: Operands) -> bool:
+        config = choose(operands.product)
+        if config is None or not operands.x.is_contiguous():
+            return False
+        multiply(operands, config, self.workspace, pdl=self._pdl)
+        return True
+
+
+def _check(shape: KernelShape) -> None:
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"flashinfer kernels in {shape.dtype}", "Use bfloat16 or float16, or the reference kernels."
+        )
+    if shape.head_dim not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"flashinfer kernels with heads of {shape.head_dim}",
+            f"They exist for {', '.join(map(str, HEAD_DIMS))}; use the reference kernels.",
+        )

@@ -1,0 +1,110 @@
+"""Whole models on a GPU: graphs against eager to the bit, CUDA kernels against float32, and serving through both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gplan.core import Batch, Phase
+from gplan.graphs.admission import Verdict
+from gplan.graphs.executor import Executor
+from gplan.graphs.receipts import check_key, compositions
+from gplan.graphs.synthetic import BatchMaker
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.gpu.operators import relative_error
+from tests.graphs.drive import greedy, limits_of, make_executor, serve
+
+pytestmark = pytest.mark.gpu
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+BACKENDS = [("full", "breakable"), ("full", "full"), ("breakable", "breakable")]
+WIDE = {"hidden_size": 256, "intermediate_size": 352, "head_dim": 64, "num_attention_heads": 8}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {**WIDE, "num_attention_heads": 4} if request.param == "Qwen2ForCausalLM" else WIDE
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, **config)
+
+
+def executor_of(checkpoint: Path, decode: str = "full", prefill: str = "breakable", **options: object) -> Executor:
+    defaults = {"device": "cuda", "dtype": torch.bfloat16, "kernels": "flashinfer", "limits": limits_of(page_size=16)}
+    return make_executor(checkpoint, decode=decode, prefill=prefill, **{**defaults, **options})
+
+
+@pytest.fixture(params=BACKENDS, ids="-".join)
+def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
+    executor = executor_of(checkpoint, *request.param)
+    yield executor
+    executor.close()
+
+
+def test_every_key_equals_eager_to_the_bit_in_any_order(executor: Executor) -> None:
+    batches = BatchMaker(executor.parts.limits, executor.parts.kv_pool.num_pages, VOCAB_SIZE)
+    keys = list(executor.keys)
+    for order in (keys, keys[::-1], random.Random(0).sample(keys, len(keys))):
+        for key in order:
+            receipt = check_key(executor, key, compositions(executor, key, batches))
+            assert receipt.bitwise
+
+
+def test_answers_come_from_replays_and_pages_are_returned(executor: Executor) -> None:
+    chance = random.Random(1)
+    prompts = [[chance.randrange(256) for _ in range(chance.choice([1, 7, 40, 130, 300]))] for _ in range(20)]
+    served = serve(executor, [greedy(str(i), prompt, 12) for i, prompt in enumerate(prompts)])
+    assert all(len(answer) == 12 for answer in served.answers.values())
+    assert not [step for step in served.steps if step.startswith("eager decode")]
+    assert any(step.startswith("decode:") for step in served.steps)
+    assert any(step.startswith("prefill:") for step in served.steps)
+
+
+def test_logits_are_those_of_float32(checkpoint: Path) -> None:
+    """Errors are those of rounding to 8 bits, through three layers, in both phases."""
+    ours = executor_of(checkpoint)
+    exact = executor_of(checkpoint, dtype=torch.float32, kernels="reference")
+    batches = BatchMaker(ours.parts.limits, ours.parts.kv_pool.num_pages, VOCAB_SIZE)
+    # Decode reads what prefill stored: the same pages, laid out alike.
+    steps = [batches.prefill(size) for size in (1, 5, 33, 128)] + [batches.ragged(120, 7)]
+    for batch in steps:
+        assert relative_error(logits(ours, batch), logits(exact, batch)) < 0.03, batch.size
+    for size in (1, 3, 16):
+        for length in (1, 40, 100):
+            prompt = batches.ragged(min(128, size * length), size)
+            for executor in (ours, exact):
+                logits(executor, prompt)
+            batch = continued(prompt)
+            assert relative_error(logits(ours, batch), logits(exact, batch)) < 0.03, (size, length)
+    ours.close()
+    exact.close()
+
+
+def logits(executor: Executor, batch: Batch) -> torch.Tensor:
+    runner = executor.runner(batch.phase)
+    with torch.no_grad():
+        if batch.phase is Phase.DECODE:
+            executor.sampler.ensure_last_tokens(batch.chunks)
+        return runner.execute(batch, Verdict(runner.can_run(batch).key)).clone()
+
+
+def continued(prompt: Batch) -> Batch:
+    """The last token of each prompt again, as a decode step: its key and value are stored anew."""
+    return Batch(Phase.DECODE, tuple(last_token(chunk) for chunk in prompt.chunks))
+
+
+def last_token(chunk: object) -> object:
+    return type(chunk)(chunk.request, chunk.end - 1, 1, chunk.pages, samples=True)
+
+
+def test_float32_through_cuda_graphs_gives_the_tokens_of_the_cpu(checkpoint: Path) -> None:
+    chance = random.Random(2)
+    prompts = [[chance.randrange(256) for _ in range(length)] for length in (1, 8, 33, 128, 200, 400)]
+    answers = []
+    for device in ("cpu", "cuda"):
+        executor = executor_of(checkpoint, device=device, dtype=torch.float32, kernels="reference")
+        answers.append(serve(executor, [greedy(str(i), prompt, 10) for i, prompt in enumerate(prompts)]).answers)
+        executor.close()
+    assert answers[0] == answers[1]

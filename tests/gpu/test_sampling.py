@@ -1,0 +1,98 @@
+"""Drawing on a GPU: the tokens that the reference draws, whatever else is in the batch, and new ones at every replay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gplan.kernels.base import Kernels
+from tests.gpu.operators import CUDA, both, kernels_of, randn, sampling_inputs
+
+pytestmark = pytest.mark.gpu
+
+N = 24
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return kernels_of()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [50, 32000, 128256])
+def test_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype) -> None:
+    ours, reference = both()
+    differing, drawn = 0, 0
+    for trial in range(4):
+        logits = randn(N, vocab, seed=trial, scale=3.0, dtype=dtype)
+        logits[0, vocab // 3 :] = float("-inf")
+        logits[1] = (logits[1] * 2).round() / 2  # many equal logits
+        inputs = sampling_inputs(
+            N,
+            vocab,
+            temperature=[0.0, 1.0, 0.5, 2.0, 0.7, 1.0] * 4,
+            top_k=[vocab, vocab, 50, 5, 1, 40, vocab, 7] * 3,
+            top_p=[1.0, 0.9, 0.5, 0.95, 1.0, 0.1, 0.0, 0.999] * 3,
+            min_p=[0.0, 0.0, 0.05, 0.0, 0.0, 0.2, 0.0, 0.0] * 3,
+            seed=[trial * 7919 + row - 5 for row in range(N)],
+            position=[row * 31 for row in range(N)],
+        )
+        before = logits.clone()
+        found, expected = ours.sample(logits, inputs), reference.sample(logits, inputs)
+        assert torch.equal(before, logits)
+        differing += int((found != expected).sum())
+        drawn += N
+    assert differing <= drawn // 50, "sums differ in their last bits at most"
+
+
+def test_a_draw_is_its_rows_alone(kernels: Kernels) -> None:
+    logits = randn(N, 5000, scale=2.0)
+    inputs = sampling_inputs(N, 5000, seed=list(range(N)), position=list(range(N)), top_p=0.9, top_k=100)
+    together = kernels.sample(logits, inputs)
+    for row in range(N):
+        one = sampling_inputs(1, 5000, seed=row, position=row, top_p=0.9, top_k=100)
+        assert kernels.sample(logits[row : row + 1], one).item() == together[row].item()
+
+
+def test_draws_follow_the_distribution(kernels: Kernels) -> None:
+    """Over many positions, frequencies are the probabilities, within five standard deviations."""
+    count, vocab = 20000, 8
+    logits = torch.tensor([0.0, 1.0, 2.0, 0.5, -1.0, 2.0, 1.5, 0.0], device=CUDA)
+    inputs = sampling_inputs(count, vocab, position=list(range(count)), temperature=1.3)
+    tokens = kernels.sample(logits.expand(count, vocab).contiguous(), inputs)
+    probability = (logits / 1.3).softmax(0)
+    deviation = (probability * (1 - probability) / count).sqrt()
+    frequency = torch.bincount(tokens, minlength=vocab) / count
+    assert ((frequency - probability).abs() < 5 * deviation).all()
+
+
+def test_a_captured_draw_follows_its_position(kernels: Kernels) -> None:
+    """Replays do not repeat a draw: positions are read from memory, and a position read again draws the same."""
+    logits, inputs = torch.zeros(4, 1000, device=CUDA), sampling_inputs(4, 1000)
+    kernels.sample(logits, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = kernels.sample(logits, inputs)
+    draws = []
+    for position in (*range(50), *range(50)):
+        inputs.position.fill_(position)
+        graph.replay()
+        draws.append(tuple(tokens.tolist()))
+        eager = kernels.sample(logits, replace(inputs, position=inputs.position.clone()))
+        assert draws[-1] == tuple(eager.tolist())
+    assert draws[:50] == draws[50:]
+    assert len({draw[0] for draw in draws}) > 40
+
+
+def test_penalties_equal_the_reference() -> None:
+    ours, reference = both()
+    logits, counts = randn(5, 3000, dtype=torch.float32), (randn(5, 3000, seed=1).abs() * 2).int()
+    in_prompt = randn(5, 3000, seed=2) > 1
+    amounts = [randn(5, seed=3 + i, dtype=torch.float32).abs() + 0.5 for i in range(3)]
+    other = logits.clone()
+    ours.apply_penalties(logits, counts, in_prompt, *amounts)
+    reference.apply_penalties(other, counts, in_prompt, *amounts)
+    torch.testing.assert_close(logits, other)
