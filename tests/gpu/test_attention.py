@@ -217,7 +217,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
 
 def test_workspace_is_what_was_announced_and_does_not_grow() -> None:
     requests = requests_of((500, 3), (1, 1), num_qo_heads=32, num_kv_heads=8, head_dim=128)
-    kernels, q, k, v = on_gpu(requests)
+    _, q, k, v = on_gpu(requests)
     before = requested_bytes()
     again = kernels_of(**{f: getattr(requests.shape, f) for f in _FIELDS})
     assert requested_bytes() - before == again.workspace_nbytes(again.shape)

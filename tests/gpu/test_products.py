@@ -1,4 +1,4 @@
-"""Products with what is folded into them, against float64, at every size and odd ones; one row is nothing to another."""
+"""Products with what is folded into them, against float64, at odd sizes too; rows are nothing to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing on a GPU: the tokens that the reference draws, whatever else is in the batch, and new ones at every replay."""
+"""Drawing on a GPU: the reference's tokens, whatever else is in the batch, and new ones at every replay."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 """Products of a few rows with a weight matrix, in Triton: what is read is the weights, so everything else is folded in.
 
 `x @ w.T` with x [m, k] and w [n, k], k contiguous in both; around it, each by a compile-time flag, a bias, SiLU of the
-first n rows of w times the next n (`GATED`), and addition to what is in `out` (`ADD`). Arithmetic is float32. One row is
-multiplied without tensor cores, and there the RMS norm of x is folded in too; for several rows that costs more than a
-kernel of its own. Weights do not depend on the kernel before: they are asked for before it has ended.
+first n rows of w times the next n (`GATED`), and addition to what is in `out` (`ADD`). Arithmetic is float32. One row
+is multiplied without tensor cores, and there the RMS norm of x is folded in too; for several rows that costs more than
+a kernel of its own. Weights do not depend on the kernel before: they are asked for before it has ended.
 """
 
 import triton
@@ -31,7 +31,7 @@ def one_row_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x [k] -> out [n], for any k. A program makes BN results; the first tile of weights is on its way before it waits."""
+    """x [k] -> out [n], for any k. A program makes BN results; its first weights are on their way before it waits."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
     row_ok = rows < N

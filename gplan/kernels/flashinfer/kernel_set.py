@@ -57,7 +57,8 @@ class FlashInferKernels(Kernels):
         rows = x.reshape(-1, x.shape[-1])
         if rows.shape[0] <= MAX_ROWS and rows.shape[1] <= MAX_NORM_WIDTH:
             return rms_norm(rows, weight, eps, pdl=self._pdl).view(x.shape)
-        return flashinfer.norm.rmsnorm(rows, weight, eps).view(x.shape)
+        out: Tensor = flashinfer.norm.rmsnorm(rows, weight, eps)
+        return out.view(x.shape)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.clone()
@@ -68,7 +69,8 @@ class FlashInferKernels(Kernels):
         if gate_up.shape[-1] % 16:
             width = gate_up.shape[-1] // 2
             return functional.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
-        return flashinfer.activation.silu_and_mul(gate_up)
+        out: Tensor = flashinfer.activation.silu_and_mul(gate_up)
+        return out
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         rotate(q, positions, cos_sin)

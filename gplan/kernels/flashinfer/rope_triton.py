@@ -25,7 +25,8 @@ def rope_append_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tokens, kv_heads): one head of keys and values with the queries that share it; see `Kernels.rope_append`."""
+    """Grid (tokens, kv_heads): one head of keys and values with the queries that share it. See `Kernels.rope_append`;
+    positions, slots and the table must be written before the kernel that makes qkv."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1)
     dims, group = tl.arange(0, HALF), tl.arange(0, GROUP_PADDED)
