@@ -63,7 +63,8 @@ def test_the_scheduler_moves_the_last_cut_of_the_last_prompt() -> None:
     packer = linear(8, 12, 16)
     assert steps(None, 33) == [[16], [16], [1]]
     assert steps(packer, 33) == [[16], [12], [5]]
-    assert steps(packer, 5, 12) == [[5, 7], [1, 5]], "the decode of the first counts in the second step"
+    assert steps(packer, 5, 12) == [[5, 7], [1, 5]]
+    assert steps(packer, 5, 15) == [[5, 11], [1, 4]], "the decode of the first counts in the second step"
     assert steps(packer, 12, 6) == [[12, 4], [1, 2]], "a chunk of which nothing would be left stays"
 
 
