@@ -46,10 +46,20 @@ class CudaGraphDevice(GraphDevice):
         self._in_session = True
         try:
             with quiet_collector(), torch.cuda.stream(self._stream):
+                self._take_library_memory()
                 yield
                 self._stream.synchronize()
         finally:
             self._in_session = False
+
+    def _take_library_memory(self) -> None:
+        """cuBLAS has a workspace per stream, which torch allocates at the first product and keeps: that is not to be
+        in the graph pool, where the first graph would be charged with it."""
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.zeros((16, 16), dtype=dtype, device=self._device)
+            torch.addmm(x[0], x, x)
+            torch.mm(x, x)
+        self._stream.synchronize()
 
     def begin_segment(self) -> None:
         if self._has_failed:
@@ -88,7 +98,7 @@ class CudaGraphDevice(GraphDevice):
                 return
 
     def pool_nbytes(self) -> int:
-        blocks = torch.cuda.memory_snapshot()
+        blocks = torch.cuda.memory_snapshot(self._pool)
         return sum(block["total_size"] for block in blocks if tuple(block["segment_pool_id"]) == tuple(self._pool))
 
     def measure_peak(self, fn: Callable[[], object]) -> int:

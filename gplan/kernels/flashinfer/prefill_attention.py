@@ -2,7 +2,8 @@
 
 FlashInfer's module is called directly rather than through `BatchPrefillWithPagedKVCacheWrapper`: the wrapper takes
 8 MiB of device and of pinned memory for each key, copies page lists from pageable memory in calls that wait for the
-device, and reuses its pinned memory without asking whether the copy is done. The calls are those of flashinfer-python 0.6.18.
+device, and reuses its pinned memory without asking whether the copy is done. The calls are those of
+flashinfer-python 0.6.18.
 """
 
 from __future__ import annotations
