@@ -43,13 +43,14 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
 def compositions(executor: Executor, key: ShapeKey, batches: BatchMaker) -> list[Batch]:
     """Batches that a key must get right: one row, about half of them, all; from nothing to the maximum length; prompts
     from nothing and after cached tokens."""
-    limits = executor.parts.limits
+    limits, pages = executor.parts.limits, executor.parts.kv_pool.num_pages - 1
     deepest = limits.max_len - 1
     if key.phase is Phase.DECODE:
         half = (key.size + 1) // 2
-        sizes = (1, half, key.size, key.size)
-        contexts = (0, min(limits.page_size - 1, deepest), deepest // 2, deepest)
-        return [batches.decode(size, context) for size, context in zip(sizes, contexts, strict=True)]
+        # Requests that shared a page would overwrite each other's tokens, in an order that nobody knows.
+        fitting = min(deepest, pages // key.size * limits.page_size - 1)
+        cases = {(1, 0), (1, deepest), (half, min(limits.page_size - 1, fitting)), (key.size, max(0, fitting))}
+        return [batches.decode(size, context) for size, context in sorted(cases)]
     slots = min(executor.prefill.setup.request_slots or limits.max_batch, key.size)
     cached = max(0, min(limits.page_size + 3, deepest - 1 - -(-key.size // slots)))
     return [batches.prefill(1), batches.prefill(key.size), batches.ragged(max(1, key.size - 1), slots, cached)]
