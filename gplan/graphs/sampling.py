@@ -32,21 +32,31 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """What a set of requests asks of the sampler; reused while the same requests are sampled step after step."""
+class _Draws:
+    """Parameters of rows that are drawn rather than taken greedily, [n] each."""
 
-    members: tuple[tuple[Request, int, int], ...]
-    rows: Tensor
-    greedy: bool
-    penalised: bool
-    biased: bool
-    wants_logprobs: bool
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
-    penalties: tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """What a set of requests asks of the sampler; reused while the same requests are sampled step after step.
+
+    Attributes:
+        draws: None where every row is greedy.
+        penalties: repetition, presence and frequency, [n] float32 each; None where no row has any.
+    """
+
+    members: tuple[tuple[Request, int, int], ...]
+    rows: Tensor
+    biased: bool
+    wants_logprobs: bool
+    draws: _Draws | None
+    penalties: tuple[Tensor, Tensor, Tensor] | None
 
 
 class Sampler:
@@ -91,17 +101,18 @@ class Sampler:
             chunks: those of the step that sample, in batch order.
         """
         group = self._group_of(chunks)
-        adjusted = self._adjust(logits, group, chunks) if group.penalised or group.biased else logits
-        if group.greedy:
+        adjusted = self._adjust(logits, group, chunks) if group.penalties or group.biased else logits
+        draws = group.draws
+        if draws is None:
             tokens = adjusted.argmax(dim=-1)
         else:
             positions = torch.tensor([chunk.end for chunk in chunks]).to(self._device, non_blocking=True)
-            inputs = SamplingInputs(group.temperature, group.top_k, group.top_p, group.min_p, group.seed, positions)
+            inputs = SamplingInputs(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seed, positions)
             tokens = self._kernels.sample(adjusted, inputs)
         self.last_tokens.index_copy_(0, group.rows, tokens)
         for chunk in chunks:
             self._held[chunk.request.row] = (chunk.request, chunk.end)
-        if group.penalised:
+        if group.penalties:
             self._counts.index_put_((group.rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
         return Draw(tokens, _logprobs(logits, tokens) if group.wants_logprobs else None)
 
@@ -109,7 +120,7 @@ class Sampler:
         members = tuple((c.request, c.request.row, c.request.num_preemptions) for c in chunks)
         if self._group is None or self._group.members != members:
             self._group = self._make_group(members)
-            if self._group.penalised:
+            if self._group.penalties:
                 for request, row, preemptions in members:
                     self._count(request, row, preemptions)
         return self._group
@@ -120,23 +131,28 @@ class Sampler:
         def on_device(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
-        return _Group(
-            members=members,
-            rows=on_device([row for _, row, _ in members], torch.int64),
-            greedy=all(p.temperature == 0 for p in params),
-            penalised=any(p.has_penalties for p in params),
-            biased=any(p.logit_bias or p.min_tokens for p in params),
-            wants_logprobs=any(p.logprobs is not None for p in params),
-            temperature=on_device([p.temperature for p in params], torch.float32),
-            top_k=on_device([p.top_k or self._vocab_size for p in params], torch.int32),
-            top_p=on_device([p.top_p for p in params], torch.float32),
-            min_p=on_device([p.min_p for p in params], torch.float32),
-            seed=on_device([p.seed for p in params], torch.int64),
-            penalties=(
+        draws = penalties = None
+        if any(p.temperature > 0 for p in params):
+            draws = _Draws(
+                temperature=on_device([p.temperature for p in params], torch.float32),
+                top_k=on_device([p.top_k or self._vocab_size for p in params], torch.int32),
+                top_p=on_device([p.top_p for p in params], torch.float32),
+                min_p=on_device([p.min_p for p in params], torch.float32),
+                seed=on_device([p.seed for p in params], torch.int64),
+            )
+        if any(p.has_penalties for p in params):
+            penalties = (
                 on_device([p.repetition_penalty for p in params], torch.float32),
                 on_device([p.presence_penalty for p in params], torch.float32),
                 on_device([p.frequency_penalty for p in params], torch.float32),
-            ),
+            )
+        return _Group(
+            members=members,
+            rows=on_device([row for _, row, _ in members], torch.int64),
+            biased=any(p.logit_bias or p.min_tokens for p in params),
+            wants_logprobs=any(p.logprobs is not None for p in params),
+            draws=draws,
+            penalties=penalties,
         )
 
     def _count(self, request: Request, row: int, preemptions: int) -> None:
@@ -151,7 +167,7 @@ class Sampler:
 
     def _adjust(self, logits: Tensor, group: _Group, chunks: Sequence[Chunk]) -> Tensor:
         adjusted = logits.to(torch.float32, copy=True)
-        if group.penalised:
+        if group.penalties:
             counts = self._counts.index_select(0, group.rows)
             in_prompt = self._in_prompt.index_select(0, group.rows)
             self._kernels.apply_penalties(adjusted, counts, in_prompt, *group.penalties)

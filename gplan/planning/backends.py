@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from formats.plan import BackendName, Rejection, Timing
 
+DRAW = 0.03
+"""Backends whose times differ by no more than this part are taken for equal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -28,13 +31,15 @@ class Verdict:
 def choose_backend(graphs: Sequence[Trial], eager: Trial) -> Verdict:
     """Picks the backend with the least time, each size weighing the same relative to its eager time.
 
-    Graphs win a draw: eager is chosen only where it is faster than every graph by more than the measurements spread,
-    because a replay leaves the host free.
+    A draw goes to the graph backend that comes first in `graphs`, which takes the most batches: one with a fixed number
+    of request slots has to be faster by more than `DRAW`. Eager is chosen only where it is faster than every graph by
+    more than the measurements spread, because a replay leaves the host free.
     """
     ratios = {trial.backend: _ratio(trial, eager) for trial in graphs}
     if not ratios:
         return Verdict("eager", "no graph backend may be used here", ())
-    best = min(ratios, key=lambda name: ratios[name])
+    least = min(ratios.values())
+    best = next(name for name in ratios if ratios[name] <= least * (1 + DRAW))
     noise = max(_noise(eager), *(_noise(trial) for trial in graphs))
     if ratios[best] > 1 + noise:
         rejected = tuple(Rejection(backend=n, reason=f"{_versus(r)} than eager") for n, r in ratios.items())

@@ -59,6 +59,9 @@ def check_sizes(sizes: Iterable[int], phase: Phase, limits: Limits, width: int =
 def default_ladder(phase: Phase, maximum: int, padding: float = 0.25) -> tuple[int, ...]:
     """A ladder to begin with: a few small sizes, then steps in proportion, and the exact maximum.
 
+    Steps are powers of two, so that sizes are multiples of the tiles that matrix products are cut into: a size just
+    above a tile's end costs as much as the next.
+
     Args:
         padding: how much larger than the bucket below a bucket may be, beyond the smallest steps.
     """
@@ -66,7 +69,7 @@ def default_ladder(phase: Phase, maximum: int, padding: float = 0.25) -> tuple[i
     sizes = [size for size in _FIRST[phase] if size < maximum]
     size = _FIRST[phase][-1]
     while size < maximum:
-        size = max(size + granule, int(size * (1 + padding)) // granule * granule)
+        size += max(granule, 1 << int(size * padding).bit_length() - 1)
         sizes.append(min(size, maximum))
     return tuple(sizes) if sizes and sizes[-1] == maximum else (*sizes, maximum)
 
