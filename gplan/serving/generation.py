@@ -10,10 +10,10 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gplan.core import FinishReason, SamplingParams
 from gplan.errors import GplanError
-from gplan.serving.client import EngineClient
 from gplan.serving.detokenizer import make_detokenizer
 from gplan.serving.protocol import Output
 from gplan.serving.stopping import StopMatcher
@@ -94,6 +94,7 @@ class _Growing:
     __slots__ = (
         "_detokenizer",
         "_given",
+        "_is_cut",
         "_length",
         "_matcher",
         "_num_tokens",
@@ -111,6 +112,7 @@ class _Growing:
         self._vocabulary = vocabulary
         self._detokenizer = make_detokenizer(vocabulary, job.prompt if job.continues_prompt else ())
         self._matcher = StopMatcher(job.stops)
+        self._is_cut = False
         self._wants_scores = job.params.logprobs is not None
         self._text: list[str] = []
         self._scored: list[Scored] = []
@@ -128,12 +130,10 @@ class _Growing:
                 logprob, top = output.logprobs[index]
                 self._scored.append(Scored(token, logprob, tuple(top), self._offset(token, text)))
             if self._add(text):
-                self.finish_reason = FinishReason.STOP
                 return
         if not output.finish_reason:
             return
         if self._add(self._detokenizer.finish()):
-            self.finish_reason = FinishReason.STOP
             return
         self._give(self._matcher.finish())
         self.finish_reason = FinishReason(output.finish_reason)
@@ -153,12 +153,15 @@ class _Growing:
         return self._length + (len(text) - len(own) if own and text.endswith(own) else 0)
 
     def _add(self, text: str) -> bool:
+        """Whether the text completed a stop string, which ends the answer."""
         if not text:
             return False
         self._length += len(text)
-        text, is_stopped = self._matcher.push(text)
+        text, self._is_cut = self._matcher.push(text)
         self._give(text)
-        return is_stopped
+        if self._is_cut:
+            self.finish_reason = FinishReason.STOP
+        return self._is_cut
 
     def _give(self, text: str) -> None:
         if text:
@@ -166,15 +169,28 @@ class _Growing:
             self._text.append(text)
 
     def _release_scores(self) -> tuple[Scored, ...]:
-        """Scores whose text was given out. A stop string's own are never."""
-        if not self._scored:
-            return ()
+        """Scores of tokens whose text was given out; at the end all that are left, but none of a stop string."""
         count = len(self._scored)
-        if self._given < self._length:
+        if self.finish_reason is None or self._is_cut:
             count = sum(entry.offset < self._given for entry in self._scored)
         released = tuple(self._scored[:count])
         del self._scored[:count]
         return released
+
+
+class Engine(Protocol):
+    """The part of the engine's client that is needed here; see `EngineClient`."""
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        take: Callable[[Output], None],
+        interrupt: Callable[[], None],
+    ) -> None: ...
+
+    def abort(self, names: Sequence[str]) -> None: ...
 
 
 class Generation:
@@ -185,7 +201,7 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, vocabulary: Vocabulary, jobs: Sequence[Job], on_close: Callable[[], None]
+        self, client: Engine, vocabulary: Vocabulary, jobs: Sequence[Job], on_close: Callable[[], None]
     ) -> None:
         self._client, self._jobs, self._on_close = client, jobs, on_close
         self._open: dict[int, _Growing] = {

@@ -101,6 +101,8 @@ async def _answer(
             make_app(service),
             log_config=None,
             access_log=False,
+            proxy_headers=False,
+            server_header=False,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=int(DRAIN_S),
             h11_max_incomplete_event_size=64 << 10,

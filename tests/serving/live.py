@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ class Live:
         )
         self.log: list[str] = []
         self.url = ""
+        self._http = httpx.Client(timeout=60)
         self._has_url = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -94,6 +97,7 @@ class Live:
                 self.process.kill()
         code = self.process.wait()
         self._reader.join(5)
+        self._http.close()
         return code
 
     @property
@@ -104,18 +108,27 @@ class Live:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
+        return self._http.get(self.url + path, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         if body is not None:
             options["json"] = body
-        return httpx.post(self.url + path, timeout=60, **options)
+        return self._http.post(self.url + path, **options)
+
+    def stream(self, path: str, body: Any) -> AbstractContextManager[httpx.Response]:
+        return self._http.stream("POST", self.url + path, json=body)
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=10)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples that have these labels."""
+        """Sum of a metric's samples that have these labels; 0 for labels that were not met yet."""
         families = text_string_to_metric_families(self.get("/metrics").text)
+        families = [family for family in families if name.startswith(family.name)]
+        assert families, f"no metric {name}"
         samples = [sample for family in families for sample in family.samples if sample.name == name]
-        assert samples, f"no metric {name}"
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def engine_pid(self) -> int:
@@ -149,3 +162,9 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         else:
             yield json.loads(line[6:])
     assert done, "the stream ended without [DONE]"
+
+
+def post_head(path: str, length: int, *more: str) -> bytes:
+    """The head of a request whose body follows."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}", *more]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -143,9 +144,7 @@ def ask(server: Live, body: dict[str, object], streams: bool) -> tuple[str, str]
     if not streams:
         choice = server.post("/v1/completions", body).json()["choices"][0]
         return choice["text"], choice["finish_reason"]
-    import httpx
-
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+    with server.stream("/v1/completions", {**body, "stream": True}) as response:
         choices = [event["choices"][0] for event in events(response)]
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
@@ -224,9 +223,7 @@ def test_logprobs(client: OpenAI, expected: dict[str, list[int]]) -> None:
 def test_logprobs_of_a_stream_are_those_of_the_whole(server: Live) -> None:
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 40, "temperature": 0, "logprobs": 2, "ignore_eos": True}
     whole = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]
-    import httpx
-
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+    with server.stream("/v1/completions", {**body, "stream": True}) as response:
         parts = [event["choices"][0]["logprobs"] for event in events(response)]
     for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [entry for part in parts if part for entry in part[field]] == whole[field], field
@@ -246,8 +243,6 @@ def test_usage_in_a_stream(client: OpenAI) -> None:
 
 
 def test_concurrent_answers_do_not_mix(server: Live, expected: dict[str, list[int]]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def one(index: int) -> bool:
         prompt = PROMPTS[index % len(PROMPTS)]
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}

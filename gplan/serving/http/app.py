@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("gplan.http")
 
+MAX_HEADER_BYTES = 32 << 10
 CLIENT_GONE = 499
 """Status in log and metrics of a request whose client left before it was answered."""
 
@@ -74,20 +75,21 @@ class _Observed:
                 message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
             await send(message)
 
+        refusal = self._refusal(scope, headers)
         try:
-            if self._is_allowed(scope["path"], headers):
-                await self._app(scope, receive, send_with_id)
-            else:
-                refusal = ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-                await refusal.response()(scope, receive, send_with_id)
+            await (self._app if refusal is None else refusal.response())(scope, receive, send_with_id)
         finally:
             self._note(scope, status, request_id, time.monotonic() - started)
 
-    def _is_allowed(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return ApiError(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
         key = self._service.api_key
-        if key is None or path == "/health":
-            return True
-        return hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + key.encode())
+        if key is None or scope["path"] == "/health":
+            return None
+        if hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + key.encode()):
+            return None
+        return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _note(self, scope: Scope, status: int, request_id: bytes, seconds: float) -> None:
         path = scope["path"]
