@@ -173,7 +173,7 @@ class Bench:
         return 1e3 * max(weights * 2 / BANDWIDTH, (2 * size * weights + attention) / BF16_FLOPS)
 
 
-def kernel_times(fn: Callable[[], object], most: int = 14) -> dict[str, Any]:
+def kernel_times(fn: Callable[[], object], most: int = 10) -> dict[str, Any]:
     """Kernels of one run, and microseconds of those that take longest, summed by name."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

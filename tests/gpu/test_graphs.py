@@ -62,24 +62,32 @@ def test_answers_come_from_replays_and_pages_are_returned(executor: Executor) ->
     assert any(step.startswith("prefill:") for step in served.steps)
 
 
-def test_logits_are_those_of_float32(checkpoint: Path) -> None:
-    """Errors are those of rounding to 8 bits, through three layers, in both phases."""
+def test_logits_are_as_near_to_float32_as_the_reference_is(checkpoint: Path) -> None:
+    """Both round to 8 bits at every step, in another order: their errors are of one size, in both phases."""
     ours = executor_of(checkpoint)
+    rounded = executor_of(checkpoint, kernels="reference")
     exact = executor_of(checkpoint, dtype=torch.float32, kernels="reference")
+    executors = (ours, rounded, exact)
     batches = BatchMaker(ours.parts.limits, ours.parts.kv_pool.num_pages, VOCAB_SIZE)
-    # Decode reads what prefill stored: the same pages, laid out alike.
     steps = [batches.prefill(size) for size in (1, 5, 33, 128)] + [batches.ragged(120, 7)]
     for batch in steps:
-        assert relative_error(logits(ours, batch), logits(exact, batch)) < 0.03, batch.size
+        check_errors(batch, *(logits(executor, batch) for executor in executors))
     for size in (1, 3, 16):
         for length in (1, 40, 100):
+            # Decode reads what prefill stored: the same pages, laid out alike.
             prompt = batches.ragged(min(128, size * length), size)
-            for executor in (ours, exact):
+            for executor in executors:
                 logits(executor, prompt)
             batch = continued(prompt)
-            assert relative_error(logits(ours, batch), logits(exact, batch)) < 0.03, (size, length)
-    ours.close()
-    exact.close()
+            check_errors(batch, *(logits(executor, batch) for executor in executors))
+    for executor in executors:
+        executor.close()
+
+
+def check_errors(batch: Batch, ours: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor) -> None:
+    expected = relative_error(rounded, exact)
+    assert relative_error(ours, exact) < 1.5 * expected + 0.01, (batch.phase, batch.size, expected)
+    assert expected < 0.2, "a reference as wrong as this says nothing"
 
 
 def logits(executor: Executor, batch: Batch) -> torch.Tensor:

@@ -10,7 +10,7 @@ does not depend on which that was.
 import triton
 import triton.language as tl
 
-from gplan.kernels.flashinfer.pdl_triton import await_previous, prefetch
+from gplan.kernels.flashinfer.pdl_triton import await_previous
 
 
 @triton.jit
@@ -34,7 +34,6 @@ def decode_attention_kernel(
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (kv_heads, items).
@@ -49,7 +48,6 @@ def decode_attention_kernel(
         counters: [n * kv_heads] int32, 0.
         scale_log2: softmax scale times log2(e).
         ROWS: rows of the query tile, at least GROUP and 16. MERGE: parts merged at a time.
-        PREFETCH: ask for the first tile before the kernel before this one has ended.
     """
     head, item = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
@@ -65,8 +63,6 @@ def decode_attention_kernel(
     num_items = tl.load(item_indptr + request + 1) - first_item
 
     group, dims, tokens = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TOKENS)
-    if PREFETCH:
-        _prefetch_tile(k_cache, v_cache, pages, first, end, num_heads, head, D, PAGE, TOKENS)
     await_previous(PDL)
     in_group = group < GROUP
     q_row = (request * num_heads + head) * GROUP + group
@@ -109,18 +105,6 @@ def decode_attention_kernel(
         _merge(
             parts, num_heads * size, num_items, out, (request * num_heads + head) * GROUP, GROUP, GROUP_PADDED, D, MERGE
         )
-
-
-@triton.jit
-def _prefetch_tile(
-    k_cache, v_cache, pages, first, end, num_heads, head, D: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Asks for keys and values of the first tokens; the newest may not be there yet, which a prefetch survives."""
-    both = tl.arange(0, 2 * TOKENS)
-    token = tl.minimum(first + both % TOKENS, end - 1)
-    page = tl.load(pages + token // PAGE).to(tl.int64)
-    offset = ((page * PAGE + token % PAGE) * num_heads + head) * (2 * D)
-    prefetch(tl.where(both < TOKENS, k_cache.to(tl.int64), v_cache.to(tl.int64)) + offset, 2 * D)
 
 
 @triton.jit

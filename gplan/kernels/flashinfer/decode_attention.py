@@ -20,13 +20,19 @@ CHUNK_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """Launch shape: tokens of a tile, pipeline stages, warps, and whether the first tile is asked for ahead."""
+class Tuning:
+    """Launch shape: tokens of a tile, pipeline stages and warps."""
 
-    tokens: int = 64
-    stages: int = 3
-    warps: int = 4
-    prefetch: bool = False
+    tokens: int
+    stages: int
+    warps: int
+
+    @staticmethod
+    def of(num_requests: int, num_kv_heads: int, head_dim: int) -> Tuning:
+        """As measured: small tiles, far ahead, where there are too few programs to hide a load behind each other."""
+        if num_requests * num_kv_heads >= 256:
+            return Tuning(tokens=64, stages=3, warps=4)
+        return Tuning(tokens=32, stages=5, warps=2 if head_dim <= 128 else 4)
 
 
 class DecodeLists:
@@ -72,12 +78,11 @@ class DecodeAttention(Attention):
         *,
         in_graph: bool,
         pdl: bool,
-        tuning: DecodeTuning | None = None,
     ) -> None:
         assert 0 < num_requests <= shape.max_batch, "more requests than the kernel set is sized for"
         self._shape, self._workspace, self._lists = shape, workspace, lists
         self._most, self._in_graph, self._pdl = num_requests, in_graph, pdl
-        self._tuning = tuning or DecodeTuning()
+        self._tuning = Tuning.of(num_requests, shape.num_kv_heads, shape.head_dim)
         self._group = shape.num_qo_heads // shape.num_kv_heads
         self._group_padded = group_padded(shape)
         self._scale_log2 = math.log2(math.e) / math.sqrt(shape.head_dim)
@@ -118,7 +123,6 @@ class DecodeAttention(Attention):
             TOKENS=tuning.tokens,
             STAGES=tuning.stages,
             MERGE=max(1, min(8, 4096 // (self._group_padded * shape.head_dim))),
-            PREFETCH=tuning.prefetch and self._pdl,
             PDL=self._pdl,
             num_warps=tuning.warps,
             launch_pdl=self._pdl,

@@ -14,10 +14,12 @@ from gplan.kernels.flashinfer.gemm_triton import (
     one_row_kernel,
     one_row_loop_kernel,
     rms_norm_kernel,
+    silu_mul_kernel,
 )
 from gplan.kernels.flashinfer.workspace import Workspace
 
 MAX_NORM_WIDTH = 16384
+_SILU_BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +71,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool) -> Tensor:
     return out
 
 
+def silu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
+    """See `Kernels.silu_mul`; gate_up contiguous."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    silu_mul_kernel[(rows, -(-width // _SILU_BLOCK))](
+        gate_up, out, width, BLOCK=_SILU_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return out
+
+
 def _multiply_row(operands: Operands, config: OneRow, *, pdl: bool) -> None:
     product = operands.product
     one_row_kernel[(-(-product.n // config.bn),)](
@@ -103,7 +115,6 @@ def _multiply_row_in_loop(operands: Operands, config: OneRowLoop, *, pdl: bool) 
         operands.eps,
         BN=config.bn,
         BK=_power_of_two(product.k),
-        PREFETCH=config.prefetch if pdl else 0,
         num_warps=config.warps,
         **_folded(operands, pdl),
     )
@@ -132,8 +143,6 @@ def _multiply_rows(operands: Operands, config: FewRows, workspace: Workspace, *,
         BK=config.bk,
         SPLITS=splits,
         STAGES=config.stages,
-        PREFETCH=config.prefetch if pdl else 0,
-        PARTS=max(1, 32 * config.warps // config.bn),
         EVEN=product.n % config.bn == 0 and product.k % columns == 0,
         num_warps=config.warps,
         **flags,

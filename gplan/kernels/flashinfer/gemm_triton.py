@@ -4,13 +4,13 @@
 `x @ w.T` with x [m, k] and w [n, k], k contiguous in both; around it, each by a compile-time flag, a bias, SiLU of the
 first n rows of w times the next n (`GATED`), and addition to what is in `out` (`ADD`). Arithmetic is float32. One row
 is multiplied without tensor cores, and there the RMS norm of x is folded in too; for several rows that costs more than
-a kernel of its own. Weights do not depend on the kernel before: they are asked for before it has ended.
+a kernel of its own. There the first weights, which depend on no kernel, are asked for before the one before has ended.
 """
 
 import triton
 import triton.language as tl
 
-from gplan.kernels.flashinfer.pdl_triton import await_previous, prefetch_range, prefetch_rows
+from gplan.kernels.flashinfer.pdl_triton import await_previous
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def one_row_kernel(
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=row_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def one_row_loop_kernel(
     x,
     w,
@@ -89,17 +89,13 @@ def one_row_loop_kernel(
     eps,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    PREFETCH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x [k] -> out [n], for k <= BK. A program holds all of x, normed once, and makes `blocks` times BN results.
-
-    PREFETCH: pieces of 512 bytes to ask for before it waits, of the weights after those of the first block.
-    """
+    """x [k] -> out [n], for k <= BK. A program holds all of x, normed once, and makes `blocks` times BN results."""
     first = tl.program_id(0) * blocks
     last = tl.minimum(first + blocks, tl.cdiv(N, BN))
     cols, offsets = tl.arange(0, BK), tl.arange(0, BN)
@@ -113,13 +109,6 @@ def one_row_loop_kernel(
         up_next = tl.load(tile + up_shift, mask=mask, other=0.0, eviction_policy="evict_first")
     if NORM:
         gain = tl.load(norm_weight + cols, mask=col_ok, other=0.0).to(tl.float32)
-    if PREFETCH > 0:
-        second = (first + 1) * BN
-        num_bytes = (tl.minimum(last * BN, N) - second) * K * 2
-        start = w + second.to(tl.int64) * K
-        prefetch_range(start, num_bytes, PREFETCH, 512)
-        if GATED:
-            prefetch_range(start + up_shift, num_bytes, PREFETCH, 512)
     await_previous(PDL)
     x_row = tl.load(x + cols, mask=col_ok, other=0.0).to(tl.float32)
     if NORM:
@@ -166,8 +155,6 @@ def few_rows_kernel(
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PARTS: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -183,7 +170,6 @@ def few_rows_kernel(
         partial: float32, for each tile and split [BM, BN], twice where gated.
         counters: int32, one per tile, 0.
         K_SPLIT: columns of one split, a multiple of BK.
-        PREFETCH: bytes of each row of the tile to ask for before it waits, in PARTS pieces.
         EVEN: BN divides n, and BK the columns of every split.
     """
     tile_n, split, tile_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -192,11 +178,6 @@ def few_rows_kernel(
     cols = tl.arange(0, BK)
     k_first = split * K_SPLIT
     k_end = tl.minimum(k_first + K_SPLIT, K)
-    if PREFETCH > 0:
-        inside = tl.minimum(rows, N - 1)
-        prefetch_rows(w, inside, K * 2, k_first * 2, PARTS, PREFETCH // PARTS)
-        if GATED:
-            prefetch_rows(w, inside + N, K * 2, k_first * 2, PARTS, PREFETCH // PARTS)
     await_previous(PDL)
 
     x_tile = x + x_rows.to(tl.int64)[:, None] * K + cols[None, :]
@@ -271,3 +252,15 @@ def rms_norm_kernel(x, weight, out, width, eps, BLOCK: tl.constexpr, PDL: tl.con
     values = tl.load(x + row * width + cols, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
     tl.store(out + row * width + cols, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """SiLU of the first half of rows [rows, 2 * width] times the second. Grid (rows, blocks of width)."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < width
+    await_previous(PDL)
+    gate = tl.load(gate_up + row * 2 * width + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + cols, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)

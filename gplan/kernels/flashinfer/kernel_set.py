@@ -12,21 +12,24 @@ from torch.nn import functional
 from gplan.errors import UnsupportedError
 from gplan.kernels.base import Attention, Kernels, KernelShape, QKNorm, SamplingInputs
 from gplan.kernels.flashinfer.decode_attention import DecodeAttention, DecodeLists
-from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rms_norm
-from gplan.kernels.flashinfer.gemm_rules import MAX_ROWS, choose
+from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rms_norm, silu_mul
+from gplan.kernels.flashinfer.gemm_rules import choose
 from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
 from gplan.kernels.flashinfer.sampling import penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
 
 HEAD_DIMS = (64, 128, 256)
+OVERLAP_ROWS = 256
+"""Up to so many rows, norms and activations take so little that overlapping their ends and starts shows."""
 
 
 class FlashInferKernels(Kernels):
     """Operators on an NVIDIA GPU in bfloat16 or float16.
 
-    Products of up to 64 rows are in Triton, with norm, bias, activation and residual folded in; larger ones are
-    cuBLAS's between FlashInfer's norms and activations. Prefill attention is FlashInfer's, decode attention our own.
+    Products of few rows are in Triton where that is faster (`gemm_rules`), with what surrounds them folded in; the
+    others are cuBLAS's. Norms and activations of many rows and prefill attention are FlashInfer's; decode attention,
+    what stands between projection and attention, and sampling are in Triton.
 
     Raises:
         UnsupportedError: another dtype, or heads of another size than FlashInfer has kernels for.
@@ -55,7 +58,7 @@ class FlashInferKernels(Kernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if rows.shape[0] <= MAX_ROWS and rows.shape[1] <= MAX_NORM_WIDTH:
+        if rows.shape[0] <= OVERLAP_ROWS and rows.shape[1] <= MAX_NORM_WIDTH:
             return rms_norm(rows, weight, eps, pdl=self._pdl).view(x.shape)
         out: Tensor = flashinfer.norm.rmsnorm(rows, weight, eps)
         return out.view(x.shape)
@@ -66,9 +69,8 @@ class FlashInferKernels(Kernels):
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.shape[-1] % 16:
-            width = gate_up.shape[-1] // 2
-            return functional.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+        if gate_up.shape[0] <= OVERLAP_ROWS or gate_up.shape[1] % 16:
+            return silu_mul(gate_up.contiguous(), pdl=self._pdl)
         out: Tensor = flashinfer.activation.silu_and_mul(gate_up)
         return out
 
