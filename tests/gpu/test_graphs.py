@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from gplan.core import Batch, Phase
 from gplan.graphs.admission import Verdict
@@ -65,8 +66,8 @@ def test_answers_come_from_replays_and_pages_are_returned(executor: Executor) ->
 def test_logits_are_as_near_to_float32_as_the_reference_is(checkpoint: Path) -> None:
     """Both round to 8 bits at every step, in another order: their errors are of one size, in both phases."""
     ours = executor_of(checkpoint)
-    rounded = executor_of(checkpoint, kernels="reference")
-    exact = executor_of(checkpoint, dtype=torch.float32, kernels="reference")
+    rounded = reference_of(checkpoint, torch.bfloat16)
+    exact = reference_of(checkpoint, torch.float32)
     executors = (ours, rounded, exact)
     batches = BatchMaker(ours.parts.limits, ours.parts.kv_pool.num_pages, VOCAB_SIZE)
     steps = [batches.prefill(size) for size in (1, 5, 33, 128)] + [batches.ragged(120, 7)]
@@ -82,6 +83,11 @@ def test_logits_are_as_near_to_float32_as_the_reference_is(checkpoint: Path) -> 
             check_errors(batch, *(logits(executor, batch) for executor in executors))
     for executor in executors:
         executor.close()
+
+
+def reference_of(checkpoint: Path, dtype: torch.dtype) -> Executor:
+    """Reference kernels read page lists on the host, so a GPU cannot capture them."""
+    return executor_of(checkpoint, "eager", "eager", dtype=dtype, kernels="reference")
 
 
 def check_errors(batch: Batch, ours: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor) -> None:
@@ -107,12 +113,21 @@ def last_token(chunk: object) -> object:
     return type(chunk)(chunk.request, chunk.end - 1, 1, chunk.pages, samples=True)
 
 
-def test_float32_through_cuda_graphs_gives_the_tokens_of_the_cpu(checkpoint: Path) -> None:
+def test_greedy_tokens_are_those_of_float32_up_to_rounding(checkpoint: Path) -> None:
+    """Given the same tokens before it, each token is float32's likeliest, or so near to it that rounding decides."""
     chance = random.Random(2)
     prompts = [[chance.randrange(256) for _ in range(length)] for length in (1, 8, 33, 128, 200, 400)]
-    answers = []
-    for device in ("cpu", "cuda"):
-        executor = executor_of(checkpoint, device=device, dtype=torch.float32, kernels="reference")
-        answers.append(serve(executor, [greedy(str(i), prompt, 10) for i, prompt in enumerate(prompts)]).answers)
-        executor.close()
-    assert answers[0] == answers[1]
+    executor = executor_of(checkpoint)
+    served = serve(executor, [greedy(str(i), prompt, 16) for i, prompt in enumerate(prompts)])
+    executor.close()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    same = 0
+    for index, prompt in enumerate(prompts):
+        answer = served.answers[str(index)]
+        with torch.no_grad():
+            scores = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        chosen = scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        best = scores.max(dim=1).values
+        assert (best - chosen < 0.2 * scores.std(dim=1)).all(), index
+        same += int((chosen == best).sum())
+    assert same >= 0.85 * 16 * len(prompts)
