@@ -95,7 +95,7 @@ class EngineClient:
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._endpoint = f"ipc://{self._folder / 'engine'}"
-        self._socket.bind(self._endpoint)
+        self._bind()
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[str, _Stream] = {}
         self._exit: asyncio.Future[int] | None = None
@@ -104,6 +104,16 @@ class EngineClient:
         self.is_ready = False
         self.death: EngineDiedError | None = None
         self.died = asyncio.Event()
+
+    def _bind(self) -> None:
+        try:
+            self._socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            self._remove_folder()
+            raise GplanError(
+                f"cannot make a socket in {self._folder}: {error}", "Set TMPDIR to a short path that can be written to."
+            ) from error
 
     @property
     def is_alive(self) -> bool:

@@ -16,7 +16,6 @@ import uvicorn
 from formats.container import encode
 from formats.plan import Plan, plan_id
 from gplan.errors import GplanError
-from gplan.models import locate_checkpoint, read_headers, read_spec
 from gplan.serving.client import EngineClient
 from gplan.serving.http.app import make_app
 from gplan.serving.http.service import Service
@@ -193,9 +192,14 @@ async def _or_stopped(work: asyncio.Future[T], stopping: asyncio.Event) -> T | N
     if work.done():
         return work.result()
     work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
     return None
 
 
 def _load_tokenizer(checkpoint: str) -> tuple[ServedTokenizer, frozenset[int]]:
+    # Imports torch, which takes seconds: while the engine does the same, and not before a port is known to be free.
+    from gplan.models import locate_checkpoint, read_headers, read_spec
+
     spec = read_spec(checkpoint, read_headers(checkpoint))
     return ServedTokenizer(str(locate_checkpoint(checkpoint))), frozenset(spec.eos_token_ids)

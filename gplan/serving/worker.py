@@ -1,7 +1,7 @@
 """Entry point of the engine process: `python -m gplan.serving.worker ENDPOINT PARENT`.
 
-Started by the HTTP process, which it talks to over one socket and does not outlive. Ctrl-C reaches both processes; only
-the parent acts on it.
+Started by the HTTP process, which it talks to over one socket and does not outlive. Signals that ask for an end are for
+the parent to act on. What takes long to import is imported once it is certain that the parent lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import zmq
 from formats.container import decode
 from formats.errors import FormatError
 from gplan.errors import GplanError
-from gplan.serving.engine import Engine
 from gplan.serving.protocol import (
     Fatal,
     FromEngine,
@@ -73,6 +72,8 @@ def main(endpoint: str, parent: int) -> int:
         parent: process id of the HTTP process.
     """
     _die_with_parent()
+    if os.getppid() != parent:
+        return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = SocketChannel(endpoint)
@@ -104,14 +105,15 @@ def _die_with_parent() -> None:
 
 
 def _serve(channel: SocketChannel, parent: int) -> None:
-    from gplan.serving.startup import start_executor
-
     def is_orphan() -> bool:
         return os.getppid() != parent
 
     start = _wait_for_start(channel, is_orphan)
     if start is None:
         return
+    from gplan.serving.engine import Engine
+    from gplan.serving.startup import start_executor
+
     plan = decode(start.plan)
     ready = start_executor(
         plan,

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,12 +51,22 @@ def make_served(folder: Path) -> Path:
 
 
 class Live:
-    """`gplan serve` as a process. Use as a context, or `stop` it."""
+    """`gplan serve` as a process. Use as a context, or `stop` it.
+
+    Attributes:
+        temporary: its folder for temporary files, its own.
+    """
 
     def __init__(self, plan: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "cli.main", "serve", str(plan), "--port", "0", *arguments]
         command += ["--checkpoint", str(plan.with_suffix(""))]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        self.temporary = Path(tempfile.mkdtemp(dir=plan.parent))
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.temporary),
+        }
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, cwd=plan.parent
         )

@@ -1,0 +1,168 @@
+"""Signals and deaths: whatever dies first, requests end in an answer or an error, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import openai
+import pytest
+
+from formats.container import read_plan, write_plan
+from tests.serving.live import MODEL, Live, events, eventually
+
+KEY = "s3cret-key"
+LONG = {"model": MODEL, "prompt": "hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+ENDLESS = {**LONG, "n": 100}
+
+
+@dataclass
+class Servers:
+    """Servers for one test each; started together, because starting is what takes long."""
+
+    drained: Live
+    engine_killed: Live
+    told_twice: Live
+
+
+@pytest.fixture(scope="module")
+def servers(plan_path: Path) -> Iterator[Servers]:
+    started = [Live(plan_path, "--api-key", KEY), *(Live(plan_path) for _ in range(2))]
+    try:
+        for live in started:
+            live.wait_until_ready()
+        yield Servers(*started)
+    finally:
+        for live in started:
+            live.stop()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_api_key_is_asked_for_everywhere_but_health(servers: Servers) -> None:
+    live = servers.drained
+    assert live.get("/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/server_info", "/nothing"):
+        assert live.get(path).status_code == 401
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 1}
+    for given in ("", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer \u00e9"):
+        headers = {"Authorization": given.encode("latin-1")}
+        refused = live.post("/v1/completions", body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError):
+        live.client().models.list()
+    client = live.client().with_options(api_key=KEY)
+    assert client.completions.create(model=MODEL, prompt="hello", max_tokens=1).choices
+
+
+def test_sigterm_finishes_what_runs_and_takes_no_more(servers: Servers) -> None:
+    live = servers.drained
+    engine = live.engine_pid()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=LONG, headers=headers, timeout=60) as response:
+        chunks = events(response)
+        text = next(chunks)["choices"][0]["text"]
+        live.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{live.url}/health")
+        for chunk in chunks:
+            text += chunk["choices"][0]["text"]
+        assert chunk["choices"][0]["finish_reason"] == "length"
+    assert live.process.wait(20) == 0, live.output
+    assert not is_running(engine)
+
+
+def test_an_engine_that_is_killed_turns_health_red_and_ends_the_server(servers: Servers) -> None:
+    live = servers.engine_killed
+    engine = live.engine_pid()
+    with live.stream("/v1/completions", ENDLESS) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(engine, signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    assert '"error"' in last
+    assert "engine" in last
+    health = live.get("/health")
+    assert health.status_code == 503
+    assert "SIGKILL" in health.json()["error"]["message"]
+    assert live.post("/v1/completions", {**LONG, "stream": False}).status_code == 503
+    assert live.process.wait(10) == 128 + signal.SIGKILL
+    assert "the engine process was killed by SIGKILL" in live.output
+
+
+def test_a_second_signal_ends_at_once(servers: Servers) -> None:
+    live = servers.told_twice
+    engine = live.engine_pid()
+    with live.stream("/v1/completions", ENDLESS) as response:
+        next(response.iter_lines())
+        live.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert live.process.poll() is None, "it drains while the stream runs"
+        live.process.send_signal(signal.SIGTERM)
+        assert live.process.wait(5) != 0
+    assert eventually(lambda: not is_running(engine), 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_while_starting_leaves_nothing_behind(plan_path: Path, number: signal.Signals) -> None:
+    """SIGKILL leaves the socket's folder, which nobody can remove then."""
+    live = Live(plan_path)
+    assert eventually(lambda: len(_children(live.process.pid)) == 1, 60)
+    (engine,) = _children(live.process.pid)
+    live.process.send_signal(number)
+    live.process.wait(20)
+    assert not live.url
+    assert eventually(lambda: not is_running(engine), 10)
+    assert "Traceback" not in live.output
+    if number is not signal.SIGKILL:
+        assert list(live.temporary.iterdir()) == []
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_no_socket_lies_about_while_serving(server: Live) -> None:
+    assert server.get("/health").status_code == 200
+    assert list(server.temporary.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_known_at_once(plan_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = _serve(plan_path, "--port", port)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in ended.stderr
+    assert "load" not in ended.stderr, "the model was loaded first"
+
+
+def test_drift_ends_with_its_own_code_and_names_the_field(plan_path: Path, tmp_path: Path) -> None:
+    plan = read_plan(plan_path)
+    other = msgspec.structs.replace(plan, fingerprint=msgspec.structs.replace(plan.fingerprint, torch="1.0.0"))
+    write_plan(other, tmp_path / "other.gplan")
+    ended = _serve(tmp_path / "other.gplan", "--checkpoint", str(plan_path.with_suffix("")), "--port", "0")
+    assert ended.returncode == 3
+    assert "torch" in ended.stderr
+    assert "1.0.0" in ended.stderr
+
+
+def _serve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "cli.main", "serve", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
