@@ -93,18 +93,34 @@ def decode_attention_kernel(
         return
     size: tl.constexpr = GROUP_PADDED * (D + 2)
     mine = partial + (part * num_heads + head).to(tl.int64) * size
-    tl.store(mine + group[:, None] * D + dims[None, :], acc, mask=in_group[:, None])
-    tl.store(mine + GROUP_PADDED * D + group, peak, mask=in_group)
-    tl.store(mine + GROUP_PADDED * (D + 1) + group, total, mask=in_group)
-    tl.debug_barrier()
+    _leave_part(acc, peak, total, mine, GROUP, GROUP_PADDED, ROWS, D)
     counter = counters + request * num_heads + head
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if arrived == num_items - 1:
         tl.store(counter, 0)
         parts = partial + (first_item * num_heads + head).to(tl.int64) * size
-        _merge(
-            parts, num_heads * size, num_items, out, (request * num_heads + head) * GROUP, GROUP, GROUP_PADDED, D, MERGE
-        )
+        row = (request * num_heads + head) * GROUP
+        _merge(parts, num_heads * size, num_items, out, row, GROUP, GROUP_PADDED, D, MERGE)
+
+
+@triton.jit
+def _leave_part(
+    acc,
+    peak,
+    total,
+    mine,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Stores a program's part; once every thread has, what is released after it is visible to who acquires that."""
+    group, dims = tl.arange(0, ROWS), tl.arange(0, D)
+    in_group = group < GROUP
+    tl.store(mine + group[:, None] * D + dims[None, :], acc, mask=in_group[:, None])
+    tl.store(mine + GROUP_PADDED * D + group, peak, mask=in_group)
+    tl.store(mine + GROUP_PADDED * (D + 1) + group, total, mask=in_group)
+    tl.debug_barrier()
 
 
 @triton.jit

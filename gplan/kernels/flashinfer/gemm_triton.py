@@ -206,22 +206,37 @@ def few_rows_kernel(
     else:
         tile = tile_m * tl.num_programs(0) + tile_n
         size: tl.constexpr = BM * BN * (2 if GATED else 1)
-        at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         parts = partial + tile.to(tl.int64) * SPLITS * size
-        tl.store(parts + split * size + at, acc)
-        if GATED:
-            tl.store(parts + split * size + BM * BN + at, up_acc)
-        tl.debug_barrier()
+        _leave_part(acc, up_acc, parts + split * size, BM, BN, GATED)
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
-            acc = tl.zeros([BM, BN], dtype=tl.float32)
-            up_acc = tl.zeros([BM, BN], dtype=tl.float32)
-            for part in tl.static_range(SPLITS):
-                acc += tl.load(parts + part * size + at, cache_modifier=".cg")
-                if GATED:
-                    up_acc += tl.load(parts + part * size + BM * BN + at, cache_modifier=".cg")
             tl.store(counters + tile, 0)
+            acc, up_acc = _sum_of_parts(parts, BM, BN, SPLITS, GATED)
             _finish(acc, up_acc, bias, out, x_rows, rows, M, N, GATED, BIAS, ADD)
+
+
+@triton.jit
+def _leave_part(acc, up_acc, mine, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
+    """Stores a program's part; once every thread has, what is released after it is visible to who acquires that."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(mine + at, acc)
+    if GATED:
+        tl.store(mine + BM * BN + at, up_acc)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _sum_of_parts(parts, BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr):
+    """The parts of a tile, added in order; read past the first cache, which may hold what was there before."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    size: tl.constexpr = BM * BN * (2 if GATED else 1)
+    acc = tl.zeros([BM, BN], dtype=tl.float32)
+    up_acc = tl.zeros([BM, BN], dtype=tl.float32)
+    for part in tl.static_range(SPLITS):
+        acc += tl.load(parts + part * size + at, cache_modifier=".cg")
+        if GATED:
+            up_acc += tl.load(parts + part * size + BM * BN + at, cache_modifier=".cg")
+    return acc, up_acc
 
 
 @triton.jit

@@ -32,11 +32,13 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Elements of every buffer.
+    """What the buffers are sized by, each at its most.
 
     Attributes:
-        decode_items, prefill_requests: at most.
-        page_ids: page ids of one step at most.
+        decode_items: work items of a decode step.
+        page_ids, requests: of one step.
+        decode_lists, prefill_lists, decode_partial, decode_counters: elements of these buffers.
+        prefill_partial_bytes, prefill_plan_bytes: of FlashInfer's two workspaces.
     """
 
     decode_items: int
