@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from cli.failure import say, say_next
-from cli.parameters import plan_argument
+from cli.parameters import checkpoint_of, plan_argument
 from cli.text import columns
 from cli.views import echo_json
 from formats.container import read_plan
@@ -48,7 +48,7 @@ def check(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_j
     read = read_plan(plan)
     from gplan.serving.preflight import inspect
 
-    where = checkpoint or read.model.source
+    where = checkpoint_of(read, checkpoint)
     preflight = inspect(read, where, accept_drift)
     view = CheckView(
         plan_id=plan_id(read),

@@ -15,7 +15,7 @@ from gplan.graphs.admission import Admission, PhaseSetup
 from gplan.scheduling.times import interpolate
 
 REASONS = {
-    "eager_backend": "the phase runs eagerly: it has no buckets",
+    "eager_backend": "the plan captures nothing in this phase",
     "above_ladder": "it is above the largest bucket",
     "eager_cheaper": "eager execution is cheaper than padding to the bucket above, as measured",
     "padding_cap": "the bucket above is further away than the padding cap allows",
@@ -88,7 +88,7 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
             phase=phase,
             size=size,
             key="",
-            reason=REASONS[verdict.reason],
+            reason=_reason(plan, phase, verdict.reason),
             padding_rows=0,
             step_us=eager,
             padding_us=0.0,
@@ -108,6 +108,13 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
         alternative="eager",
         alternative_us=eager,
     )
+
+
+def _reason(plan: Plan, phase: str, reason: str) -> str:
+    choice = next((choice for choice in plan.choices if choice.field == f"{phase}.backend"), None)
+    if reason != "eager_backend" or choice is None:
+        return REASONS[reason]
+    return f"{REASONS[reason]}: {choice.reason}"
 
 
 def _page(view: Explanation) -> list[str]:

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import click
 
+from cli.failure import Failure
+from formats.plan import Plan
 from gplan.errors import GplanError
 from gplan.planning.options import parse_buckets
 from gplan.units import TIB, parse_size
@@ -28,6 +32,30 @@ def check_size(context: click.Context, parameter: click.Parameter, value: str | 
         except GplanError as error:
             raise click.BadParameter(f"{error.message}. {error.hint}", context, parameter) from None
     return value
+
+
+def check_finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A number that is one: no range excludes `nan`."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number to plan with.", context, parameter)
+    return value
+
+
+def checkpoint_of(plan: Plan, given: str | None) -> str:
+    """Where the checkpoint is: as given, else where the plan remembers it.
+
+    Raises:
+        Failure: the plan remembers but the last part of a path, and it is not here.
+    """
+    if given is not None:
+        return given
+    source = plan.model.source
+    if "/" not in source and not Path(source).exists():
+        raise Failure(
+            f"the plan was made from a checkpoint named {source}, which is not in this folder",
+            "A plan holds no absolute path: say where it is with --checkpoint DIR.",
+        )
+    return source
 
 
 def read_buckets(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:

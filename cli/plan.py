@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cli.failure import say, say_next
-from cli.parameters import check_size, read_buckets
+from cli.parameters import check_finite, check_size, read_buckets
 from cli.progress import show_progress
 from cli.views import PlanView, view_plan
 from formats.container import write_plan
-from formats.plan import PhasePlan
+from formats.plan import PhasePlan, Plan
 from gplan.planning.options import PlanOptions
 from gplan.units import format_size
 
 BACKENDS = click.Choice(["full", "breakable", "eager"])
 AT_LEAST_ONE = click.IntRange(min=1)
+
+NOISY = 0.2
+"""Of times that spread by more than this part, a user is told."""
 
 
 @click.command()
@@ -46,6 +50,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
     "startup_budget_s",
     metavar="SECONDS",
     type=click.FloatRange(0, min_open=True),
+    callback=check_finite,
     help="What capturing may take when the plan is served.",
 )
 @click.option("--hash-contents", is_flag=True, help="Identify the checkpoint by all its bytes, not by its headers.")
@@ -71,9 +76,18 @@ def plan(output: str, **flags: Any) -> None:
     write_plan(made, output)
     view = view_plan(made)
     say(_summary(view))
+    if (spread := _spread(made)) > NOISY:
+        say(f"times spread by {spread:.0%}: something else keeps this machine busy; plan again when it is quiet")
     click.echo(f"{view.plan_id}  {output}")
     say_next(f"gplan show {output}")
     say_next(f"gplan serve {output}{_checkpoint_flag(options.checkpoint)}")
+
+
+def _spread(made: Plan) -> float:
+    """The middle of the buckets' spreads, as a part of their times."""
+    buckets = (*made.decode.ladder, *made.prefill.ladder)
+    spreads = [bucket.graph.spread_us / bucket.graph.median_us for bucket in buckets if bucket.graph is not None]
+    return statistics.median(spreads) if spreads else 0.0
 
 
 def _check_output(output: Path) -> None:
@@ -82,6 +96,8 @@ def _check_output(output: Path) -> None:
         raise click.BadParameter(
             f"{output} is a folder. Name a file, such as {output / 'model.gplan'}.", param_hint="-o"
         )
+    if output.exists() and not output.is_file():
+        raise click.BadParameter(f"{output} is no ordinary file. Name another.", param_hint="-o")
     if not output.parent.is_dir():
         raise click.BadParameter(f"there is no folder {output.parent}. Make it, or name another.", param_hint="-o")
     if not os.access(output.parent, os.W_OK):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import click
 
 from cli.failure import say, say_next
-from cli.parameters import plan_argument
+from cli.parameters import checkpoint_of, plan_argument
 from cli.progress import show_progress
 from formats.container import read_plan
 from formats.plan import plan_id
@@ -46,6 +46,7 @@ def serve(
       gplan serve model.gplan --checkpoint ./model --port 9000
     """
     read = read_plan(plan)
+    where = checkpoint_of(read, checkpoint)
     from gplan.serving.protocol import Ready
     from gplan.serving.server import ServeOptions
     from gplan.serving.server import serve as serve_plan
@@ -53,12 +54,12 @@ def serve(
     if log_requests:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = ServeOptions(
-        checkpoint=checkpoint or read.model.source,
+        checkpoint=where,
         host=host,
         port=port,
         accept_drift=accept_drift,
         api_key=api_key,
-        model_name=model_name or os.path.basename(os.path.abspath(checkpoint or read.model.source)),
+        model_name=model_name or os.path.basename(os.path.abspath(where)),
     )
 
     with ExitStack() as until_ready:

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from cli.drawing import draw_ladder
-from cli.parameters import plan_argument
+from cli.parameters import check_finite, plan_argument
 from cli.text import columns, count, section, short
 from cli.views import echo_json
 from formats.container import read_plan
@@ -39,7 +39,14 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
 @click.command()
 @plan_argument
 @click.option("--workload", required=True, metavar="TRACE", help="A trace file, or traffic stated in words.")
-@click.option("--speedup", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of arrivals.")
+@click.option(
+    "--speedup",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    callback=check_finite,
+    help="Of arrivals.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
     """Runs a workload through the scheduler that serves, on a clock that goes by the plan's measured times.

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from cli.failure import say
-from cli.parameters import plan_argument
+from cli.parameters import checkpoint_of, plan_argument
 from cli.progress import show_progress
 from cli.text import columns
 from cli.views import echo_json
@@ -41,7 +41,7 @@ def verify(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_
     from gplan.serving.startup import start_executor, verify_all
 
     with show_progress() as progress:
-        ready = start_executor(read, checkpoint or read.model.source, progress, accept_drift)
+        ready = start_executor(read, checkpoint_of(read, checkpoint), progress, accept_drift)
         receipts = verify_all(ready.executor, read.model.vocab_size, progress)
     ready.executor.close()
     view = VerifyView(plan_id=plan_id(read), receipts=receipts)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from formats.plan import Receipt
 from gplan.core import Batch, Phase, ShapeKey
-from gplan.errors import VerificationError
+from gplan.errors import GplanError, VerificationError
 from gplan.graphs.admission import Verdict
 from gplan.graphs.executor import Executor
 from gplan.graphs.synthetic import BatchMaker
@@ -27,12 +27,18 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
 
     Raises:
         VerificationError: a difference; names key, batch and first differing row.
+        GplanError: the model itself gives what is not a number.
     """
     runner, buffers = executor.runner(key.phase), executor.parts.buffers
     for batch in batches:
         executor.sampler.ensure_last_tokens(batch.chunks)
         buffers.poison()
         expected = runner.execute_padded(batch, key).clone()
+        if not expected.isfinite().all():
+            raise GplanError(
+                f"key {key}: the model's own logits are not finite",
+                "Weights of the checkpoint are broken, or overflow in this dtype: try another --dtype.",
+            )
         buffers.poison()
         found = runner.execute(batch, Verdict(key))
         if not torch.equal(found, expected):

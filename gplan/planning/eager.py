@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from formats.plan import Bucket
+from gplan.planning.backends import MAX_NOISE
 from gplan.scheduling.times import interpolate
 
 
 def cheaper_eagerly(ladder: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
     """Ranges [first, last] of sizes whose eager time, read off the measured sizes beside them, is below the replay of
-    the bucket that covers them by more than both measurements spread.
+    the bucket that covers them by more than both measurements spread (`MAX_NOISE` at most).
 
     Sizes that are a bucket are never among them: the backend as a whole was chosen for those.
     """
@@ -19,7 +20,8 @@ def cheaper_eagerly(ladder: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
     below = 0
     for bucket in ladder:
         assert bucket.graph is not None
-        bound = bucket.graph.median_us - bucket.graph.spread_us - bucket.eager.spread_us
+        noise = min(MAX_NOISE * bucket.graph.median_us, bucket.graph.spread_us + bucket.eager.spread_us)
+        bound = bucket.graph.median_us - noise
         cheaper = [size for size in range(below + 1, bucket.size) if interpolate(eager_us, size) < bound]
         found += _ranges(cheaper)
         below = bucket.size

@@ -62,5 +62,5 @@ def test_a_size_that_no_step_has_is_an_error(plan: str, capsys: pytest.CaptureFi
 
 def test_an_eager_phase_says_so(tmp_path: Path) -> None:
     found = explain(saved(make_plan(decode_backend="eager"), tmp_path), "--phase", "decode", "--size", "2")
-    assert "it has no buckets" in found["reason"]
+    assert "captures nothing in this phase" in found["reason"]
     assert found["step_us"] is None

@@ -13,6 +13,7 @@ from gplan.serving.http.errors import ApiError
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = 2**63 - 1
+_NEGATIVE = 0x5851F42D4C957F2D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class JobMaker:
                 400, f"min_tokens ({request.min_tokens}) is more than the {limit} tokens left", param="min_tokens"
             )
         seed = random.getrandbits(63) if request.seed is None else request.seed
+        # A negative seed is as good as any; its sign must not be lost.
+        seed = seed if seed >= 0 else (~seed * _SEED_STEP) & _SEED_MASK ^ _NEGATIVE
         seeds = [(seed + index * _SEED_STEP) & _SEED_MASK for index in range(count)]
         return [
             Job(tuple(prompt), self._params(request, limit, logprobs, each), request.stop_strings, continues_prompt)
