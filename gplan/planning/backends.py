@@ -44,7 +44,7 @@ def choose_backend(graphs: Sequence[Trial], eager: Trial) -> Verdict:
         return Verdict("eager", "no graph backend may be used here", ())
     least = min(ratios.values())
     best = next(name for name in ratios if ratios[name] <= least * (1 + DRAW))
-    noise = min(MAX_NOISE, max(_noise(eager), *(_noise(trial) for trial in graphs)))
+    noise = min(MAX_NOISE, max(_noise(trial) for trial in (eager, *graphs)))
     if ratios[best] > 1 + noise:
         rejected = tuple(Rejection(backend=n, reason=f"{r:.2f} times slower than eager") for n, r in ratios.items())
         return Verdict(
@@ -52,7 +52,7 @@ def choose_backend(graphs: Sequence[Trial], eager: Trial) -> Verdict:
         )
     losers = [Rejection(backend=n, reason=_against(n, best, ratios)) for n in ratios if n != best]
     losers.append(Rejection(backend="eager", reason=_against_eager(best, ratios[best])))
-    sizes = ", ".join(str(size) for size in sorted(eager.times))
+    sizes = ", ".join(str(size) for size in sorted(graphs[0].times))
     return Verdict(best, f"takes {ratios[best]:.2f} of the eager time over sizes {sizes}", tuple(losers))
 
 

@@ -25,7 +25,7 @@ EAGER = Verdict(None, "measured eagerly")
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long one figure may take: at least `min_runs`, then until `seconds` have passed or `max_runs`."""
+    """How long one figure may take: at least `min_runs` (2 or more), then until `seconds` have passed or `max_runs`."""
 
     min_runs: int = 3
     max_runs: int = 20
@@ -33,12 +33,12 @@ class Patience:
 
 
 def time_call(device: GraphDevice, fn: Callable[[], object], patience: Patience) -> Timing:
-    """Times `fn` after one run that is thrown away."""
+    """Times `fn` after one run that is thrown away; of what takes longer than all the patience, the first run counts."""
     first = device.time_us(fn, 1)[0]
     affordable = int(patience.seconds * 1e6 / max(first, 1.0))
     runs = min(patience.max_runs, max(patience.min_runs, affordable))
-    samples = device.time_us(fn, runs)
-    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+    samples = [first, *device.time_us(fn, runs - 1)] if affordable == 0 else device.time_us(fn, runs)
+    quartiles = statistics.quantiles(samples, n=4)
     return Timing(median_us=statistics.median(samples), spread_us=quartiles[2] - quartiles[0], runs=runs)
 
 
