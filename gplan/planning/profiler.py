@@ -33,7 +33,7 @@ class Patience:
 
 
 def time_call(device: GraphDevice, fn: Callable[[], object], patience: Patience) -> Timing:
-    """Times `fn` after one run that is thrown away; of what takes longer than all the patience, the first run counts."""
+    """Times `fn` after a run that is thrown away; of what takes longer than all the patience, the first run counts."""
     first = device.time_us(fn, 1)[0]
     affordable = int(patience.seconds * 1e6 / max(first, 1.0))
     runs = min(patience.max_runs, max(patience.min_runs, affordable))
