@@ -106,7 +106,8 @@ def bucket(size: int, graph: float, eager: float, spread: float = 0.0) -> Bucket
 def test_sizes_far_below_a_costly_bucket_run_eagerly() -> None:
     ladder = (bucket(10, 10, 12), bucket(20, 100, 112))
     assert cheaper_eagerly(ladder) == ((11, 18),)
-    assert cheaper_eagerly((bucket(10, 10, 12), bucket(20, 100, 112, spread=20))) == ((11, 17),), "noise counts up to a limit"
+    noisy = (bucket(10, 10, 12), bucket(20, 100, 112, spread=20))
+    assert cheaper_eagerly(noisy) == ((11, 17),), "noise counts up to a limit"
 
 
 def test_a_flat_cost_leaves_no_size_to_eager() -> None:
