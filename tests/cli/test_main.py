@@ -136,6 +136,8 @@ def test_the_installed_command_is_this_one() -> None:
 def test_sigint_reaches_a_command(tmp_path: Path) -> None:
     """A real signal, while the command waits for a pipe to be opened at the other end."""
     script = (
+        # A shell starts what runs in its background with SIGINT ignored, and that is inherited.
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import click, time\nfrom cli.main import cli, main\n"
         "@cli.command()\ndef wait():\n    click.echo('ready')\n    time.sleep(60)\n"
         "import sys\nsys.argv = ['gplan', 'wait']\nmain()"

@@ -145,7 +145,7 @@ def test_no_socket_lies_about_while_serving(server: Live) -> None:
 def test_a_port_that_is_taken_is_known_at_once(plan_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = _serve(plan_path, "--port", port)
+        ended = _serve(plan_path, "--checkpoint", str(plan_path.with_suffix("")), "--port", port)
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in ended.stderr
     assert "load" not in ended.stderr, "the model was loaded first"
