@@ -89,7 +89,8 @@ class Request:
     """One sequence being served: its tokens, and where its keys and values are.
 
     Owned by the scheduler, which alone changes it. `num_pending` tokens were sampled by steps whose results the host
-    has not read yet: they count in `num_tokens` though `tokens` does not hold them.
+    has not read yet: they count in `num_tokens` though `tokens` does not hold them. `client` is whom it is for: waiting
+    requests take turns by client.
     """
 
     id: str
@@ -97,6 +98,7 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     arrival: float = 0.0
+    client: str = ""
     row: int = DUMMY_ROW
     pages: list[int] = field(default_factory=list)
     cached_len: int = 0

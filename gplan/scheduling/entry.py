@@ -17,9 +17,10 @@ class Entry:
         waiting: in the waiting queue.
         grows: running, and `capacity` is below what it will need.
         base: while it decodes: its cached tokens are `base` plus the group's step count.
+        charge: tokens that its client was charged for it; 0 until it is first let in.
     """
 
-    __slots__ = ("base", "capacity", "end", "grows", "pages", "request", "waiting")
+    __slots__ = ("base", "capacity", "charge", "end", "grows", "pages", "request", "waiting")
 
     def __init__(self, request: Request, end: int) -> None:
         self.request = request
@@ -28,6 +29,7 @@ class Entry:
         self.capacity = 0
         self.grows = False
         self.base: int | None = None
+        self.charge = 0
         self.waiting = True
 
 

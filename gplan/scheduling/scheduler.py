@@ -1,21 +1,21 @@
 """Which requests run in the next step: continuous batching with chunked prefill over pages. No torch, no clock.
 
-Owns the waiting queue, request rows, pages and every `Request` handed to it. Does not own the KV pool's bytes, the
+Owns the waiting requests, request rows, pages and every `Request` handed to it. Does not own the KV pool's bytes, the
 choice of a captured graph, or tokens' values.
 
 Policy, in this order at every step:
 
 1. Every request past its prompt decodes one token. Nothing is ever put before a decode.
-2. What is left of `limits.chunk` tokens goes to prompts, strictly first come, first served: a prompt gets a token only
-   when all before it are finished in this step. So the running requests are always some that decode and then, younger
-   than all of them, some that prefill.
-3. A waiting request is admitted, in order of arrival, when a row is free and the pages of all its tokens are, beside
-   one page for each running request, itself included, that has yet to grow. It then holds those pages from its first
-   chunk on, so that prompts under way never compete for pages.
+2. What is left of `limits.chunk` tokens goes to prompts, strictly in the order in which they were let in: a prompt
+   gets a token only when all before it are finished in this step. So the running requests are always some that decode
+   and then, younger than all of them, some that prefill.
+3. The next waiting request, by the turns among clients that `WaitingQueue` keeps, is let in when a row is free and the
+   pages of all its tokens are, beside one page for each running request, itself included, that has yet to grow. It then
+   holds those pages from its first chunk on, so that prompts under way never compete for pages.
 4. With a `Packer`, the cut of the last prompt is moved to a bucket where that ends it sooner.
 
 When a decode finds no free page, the youngest running request gives all of its pages back, waits at the head of the
-queue, and later computes its tokens again (preemption by recomputation). The oldest request never yields and any
+queue, and later computes its tokens again (preemption by recomputation). Who was let in first never yields and any
 request fits the pool alone, so every request finishes.
 
 Steps may be scheduled before the results of earlier ones are read (`update` lags behind `schedule`). Lengths advance
@@ -29,7 +29,6 @@ The rule of decoding first, and yielding by the youngest, is that of vLLM's sche
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ from gplan.errors import FitError, GplanError
 from gplan.scheduling.entry import Decoders, Entry
 from gplan.scheduling.holdings import Holdings
 from gplan.scheduling.packing import Packer
+from gplan.scheduling.waiting import WaitingQueue
 
 
 class Advance(NamedTuple):
@@ -87,7 +87,7 @@ class Scheduler:
         self._holdings = Holdings(limits, num_pages)
         _check_limits(limits, self._holdings.num_pages)
         self._entries: dict[str, Entry] = {}
-        self._waiting: deque[Entry] = deque()
+        self._waiting = WaitingQueue()
         self._prefilling: list[Entry] = []
         self._decoders = Decoders(limits.page_size)
         self._complete: list[Entry] = []
@@ -130,7 +130,7 @@ class Scheduler:
         end = min(request.prompt_len + request.params.max_tokens, self.limits.max_len)
         entry = self._entries[request.id] = Entry(request, end)
         self._repeatable = False
-        self._waiting.append(entry)
+        self._waiting.join(entry)
 
     def abort(self, request_id: str) -> None:
         """Ends a request now; its pages and row are free at once. One that is unknown or finished is left alone."""
@@ -232,12 +232,14 @@ class Scheduler:
     def check(self) -> None:
         """Pages and rows add up: none lost, none shared, none of the dummies given out. Looks at all: for tests."""
         self._holdings.check([*self._decoders.entries, *self._prefilling, *self._complete], self._waiting)
+        self._waiting.check()
         lengths = [self._decoders.cached_len(entry) for entry in self._decoders.entries]
         assert self._decoders.cached_tokens == sum(lengths)
 
     def _completed(self) -> list[Request]:
         """Those whose last token was taken for read."""
         for entry in self._complete:
+            self._waiting.settle(entry, entry.end)
             del self._entries[entry.request.id]
         return [entry.request for entry in self._complete]
 
@@ -269,7 +271,7 @@ class Scheduler:
         request.cached_len = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(entry)
+        self._waiting.put_back(entry)
         entry.waiting = True
         return request
 
@@ -307,12 +309,11 @@ class Scheduler:
             parts[-1] = (entry, length - packer.tokens_to_leave(length, rest, decodes))
 
     def _can_admit(self) -> bool:
-        if not self._waiting or self._waiting[0].request.num_pending:
-            return False
-        return self._holdings.fits(self._waiting[0])
+        entry = self._waiting.next
+        return entry is not None and not entry.request.num_pending and self._holdings.fits(entry)
 
     def _admit(self) -> Entry:
-        entry = self._waiting.popleft()
+        entry = self._waiting.let_in()
         entry.waiting = False
         self._holdings.settle(entry)
         self._prefilling.append(entry)
@@ -354,7 +355,7 @@ class Scheduler:
         if entry.base is not None:
             self._decoders.leave(entry)
         elif entry.waiting:
-            self._waiting.remove(entry)
+            self._waiting.give_up(entry)
         elif entry.request.is_running:
             queue = self._complete if entry in self._complete else self._prefilling
             queue.remove(entry)
@@ -362,6 +363,7 @@ class Scheduler:
             self._holdings.release(entry)
         entry.request.num_pending = 0
         entry.request.finish_reason = reason
+        self._waiting.settle(entry, len(entry.request.tokens))
         del self._entries[entry.request.id]
         self._repeatable = False
 

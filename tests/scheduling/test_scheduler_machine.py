@@ -1,7 +1,7 @@
 """Random traffic against the scheduler: any arrivals, lengths, stops and aborts, any lag, pools of a few pages.
 
 What must hold: every request gets exactly its tokens in order, nothing is lost or shared, chunks of a request follow
-one another, and the oldest request finishes within the steps that it would need alone.
+one another, and with one client the oldest request finishes within the steps that it would need alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,21 @@ class Traffic(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4, 7, 16]),
         more_pages=st.integers(0, 12),
         packs=st.booleans(),
+        num_clients=st.integers(1, 3),
     )
-    def start(self, lag: int, max_batch: int, more_chunk: int, page_size: int, more_pages: int, packs: bool) -> None:
+    def start(
+        self,
+        lag: int,
+        max_batch: int,
+        more_chunk: int,
+        page_size: int,
+        more_pages: int,
+        packs: bool,
+        num_clients: int,
+    ) -> None:
         self.limits = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
         num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
-        self.lag = lag
+        self.lag, self.num_clients = lag, num_clients
         self.scheduler = Scheduler(self.limits, num_pages, packer(self.limits.chunk) if packs else None)
         self.server = Server(self.scheduler, Device(self.limits, num_pages), lag)
         self.prompts: dict[str, tuple[list[int], bool]] = {}
@@ -48,6 +58,7 @@ class Traffic(RuleBasedStateMachine):
         prompt = [(seed + i) % 96 + 1 for i in range(length)]
         self.prompts[name] = (prompt, stops)
         self.live[name] = request(name, prompt, max_tokens, stops=stops)
+        self.live[name].client = f"c{seed % self.num_clients}"
         self.scheduler.add(self.live[name])
 
     @rule(turns=st.integers(1, 6))
@@ -91,7 +102,7 @@ class Traffic(RuleBasedStateMachine):
         for batch in self.server.batches[num_steps:]:
             self._follow(batch)
         self.turns_as_oldest = self.turns_as_oldest + 1 if self.live else 0
-        if self.live:
+        if self.live and self.num_clients == 1:
             oldest = next(iter(self.live.values()))
             prefills = 2 * -(-MAX_LEN // self.limits.chunk)
             assert self.turns_as_oldest <= prefills + MAX_LEN + 2 * self.lag + 1, f"{oldest.id} waits for ever"
