@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from cli.config import config_option
 from cli.failure import say, say_next
 from cli.parameters import check_finite, check_size, read_buckets
 from cli.progress import show_progress
 from cli.views import PlanView, view_plan
-from formats.container import write_plan
+from formats.container import read_plan, write_plan
 from formats.plan import PhasePlan, Plan
 from gplan.planning.options import PlanOptions
 from gplan.units import format_size
@@ -26,10 +28,17 @@ NOISY = 0.2
 
 
 @click.command()
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
 @click.option("-o", "--output", required=True, type=click.Path(), help="The file to write.")
 @click.option(
     "--workload", metavar="TRACE", help="Traffic to choose the buckets for: a trace file, or words as `simulate` takes."
+)
+@click.option(
+    "--from",
+    "old",
+    metavar="PLAN",
+    type=click.Path(),
+    help="Choose the buckets for another workload from what this plan measured; needs no model and no GPU.",
 )
 @click.option("--max-batch", type=AT_LEAST_ONE, help="Requests at once, at most.")
 @click.option("--max-len", type=AT_LEAST_ONE, help="Tokens of one request at most, prompt and answer together.")
@@ -54,7 +63,8 @@ NOISY = 0.2
     help="What capturing may take when the plan is served.",
 )
 @click.option("--hash-contents", is_flag=True, help="Identify the checkpoint by all its bytes, not by its headers.")
-def plan(output: str, **flags: Any) -> None:
+@config_option
+def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> None:
     """Measures CHECKPOINT on this machine, decides, and writes the plan.
 
     CHECKPOINT is a folder in Hugging Face's form (config.json and safetensors), or the name of one in the local cache
@@ -66,21 +76,38 @@ def plan(output: str, **flags: Any) -> None:
       gplan plan ./SmolLM2-135M-Instruct -o smollm2.gplan
       gplan plan ./Qwen3-8B -o qwen3.gplan --memory 90% --max-batch 64 --max-len 8192
       gplan plan ./Qwen3-8B -o qwen3.gplan --workload poisson:rate=8,in=512,out=128 --startup-budget 2
+      gplan plan ./Qwen3-8B -o qwen3.gplan --config plan.toml
+      gplan plan --from qwen3.gplan -o new.gplan --workload trace.csv
     """
     _check_output(Path(output))
-    options = PlanOptions(**flags)
-    from gplan.planning.planner import make_plan
-
-    with show_progress() as progress:
-        made = make_plan(options, progress)
+    made = _measure(checkpoint, flags) if old is None else _solve_again(old, checkpoint, flags)
     write_plan(made, output)
     view = view_plan(made)
     say(_summary(view))
-    if (spread := _spread(made)) > NOISY:
+    if old is None and (spread := _spread(made)) > NOISY:
         say(f"times spread by {spread:.0%}: something else keeps this machine busy; plan again when it is quiet")
     click.echo(f"{view.plan_id}  {output}")
+    if old is not None:
+        say_next(f"gplan diff {old} {output}")
+        return
     say_next(f"gplan show {output}")
-    say_next(f"gplan serve {output}{_checkpoint_flag(options.checkpoint)}")
+    say_next(f"gplan serve {output}{_checkpoint_flag(checkpoint or '')}")
+
+
+def _measure(checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:
+    if checkpoint is None:
+        raise click.UsageError("Missing argument 'CHECKPOINT'; or plan anew --from another plan.")
+    from gplan.planning.planner import make_plan
+
+    with show_progress() as progress:
+        return make_plan(PlanOptions(checkpoint=checkpoint, **flags), progress)
+
+
+def _solve_again(old: str, checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:
+    plan = read_plan(old)
+    from gplan.planning.replan import replan
+
+    return replan(plan, PlanOptions(checkpoint=checkpoint or plan.model.source, **flags))
 
 
 def _spread(made: Plan) -> float:

@@ -1,0 +1,176 @@
+"""A plan for other traffic, from what an earlier plan measured: no model, no device, no new measurement.
+
+Traffic decides which of the captured sizes are worth having; it changes neither times nor bytes. So the ladders are
+solved again among the sizes that the plan holds times of, and memory stays divided as it is: what another division
+takes was not measured. Whatever would have to be measured is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from formats.plan import Choice, PhasePlan, Plan, Regret, bucket_key, plan_id
+from gplan.core import Phase
+from gplan.errors import GplanError
+from gplan.graphs.admission import PhaseSetup
+from gplan.models.checkpoint import source_of
+from gplan.planning.eager import cheaper_eagerly
+from gplan.planning.options import PlanOptions, format_buckets
+from gplan.planning.traffic import PhaseFigures, best_ladder, read_traffic, regrets, run_traffic, steps_of, workload_of
+from gplan.units import parse_size
+
+Steps = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """One phase's ladder for the traffic, and why it is that one; no reason where the ladder is locked."""
+
+    plan: PhasePlan
+    reason: str
+
+
+def replan(old: Plan, options: PlanOptions) -> Plan:
+    """Solves the ladders of `old` for another workload.
+
+    Args:
+        options: `workload` says what for, `startup_budget_s` bounds the capture time; anything else that is set must
+            be as in `old`, since it would have to be measured.
+
+    Raises:
+        GplanError: no workload, an option that needs measuring, or a plan without the times that it takes.
+        FormatError: the workload cannot be read.
+    """
+    _refuse_what_needs_measuring(old, options)
+    if options.workload is None:
+        raise GplanError("--from without --workload: nothing would change", "Give the traffic to plan for.")
+    traffic = read_traffic(options.workload, old.limits.max_len)
+    figures = {phase: _figures(old.phase(phase)) for phase in Phase}
+    lag = 1 if old.fingerprint.device == "cuda" else 0
+    report = run_traffic(traffic.seen, old.limits, old.num_kv_pages, figures, lag)
+    locked = {choice.field for choice in old.choices if choice.basis == "locked"}
+    solved = {
+        phase: _solve(old, figures, phase, steps_of(report, phase), options.startup_budget_s)
+        if f"{phase}.ladder" not in locked
+        else _Solved(old.phase(phase), "")
+        for phase in Phase
+    }
+    judged = {phase: _figures(solved[phase].plan, figures[phase]) for phase in Phase}
+    found = _judge(judged, {phase: steps_of(report, phase) for phase in Phase}, traffic.spec)
+    if traffic.held_out is not None:
+        other = run_traffic(traffic.held_out, old.limits, old.num_kv_pages, judged, lag)
+        found += _judge(judged, {phase: steps_of(other, phase) for phase in Phase}, f"{traffic.spec}, held out")
+    kept = {bucket_key(p.plan.phase, bucket) for p in solved.values() for bucket in p.plan.ladder}
+    return msgspec.structs.replace(
+        old,
+        decode=solved[Phase.DECODE].plan,
+        prefill=solved[Phase.PREFILL].plan,
+        choices=_choices(old, solved),
+        workload=workload_of(traffic, report),
+        regrets=tuple(found),
+        receipts=tuple(receipt for receipt in old.receipts if receipt.key in kept),
+    )
+
+
+def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
+    """
+    Raises:
+        GplanError: names the first option whose value is not that of the plan.
+    """
+    limits, memory = old.limits, options.memory
+    asked: Mapping[str, tuple[object, object]] = {
+        "CHECKPOINT": (source_of(options.checkpoint), old.model.source),
+        "--max-batch": (options.max_batch, limits.max_batch),
+        "--max-len": (options.max_len, limits.max_len),
+        "--chunk": (options.chunk, limits.chunk),
+        "--page-size": (options.page_size, limits.page_size),
+        "--memory": (memory and parse_size(memory, old.fingerprint.device_memory), limits.memory_bytes),
+        "--device": (options.device and options.device.partition(":")[0], old.fingerprint.device),
+        "--dtype": (options.dtype, old.dtype),
+        "--kernels": (options.kernels, old.kernels),
+        "--decode-backend": (options.decode_backend, old.decode.backend),
+        "--prefill-backend": (options.prefill_backend, old.prefill.backend),
+        "--decode-buckets": (_with_maximum(options.decode_buckets, old.decode), _sizes(old.decode)),
+        "--prefill-buckets": (_with_maximum(options.prefill_buckets, old.prefill), _sizes(old.prefill)),
+        "--hash-contents": (options.hash_contents or None, bool(old.model.content_digest)),
+    }
+    for name, (value, planned) in asked.items():
+        if value is not None and value != planned:
+            raise GplanError(
+                f"{name} with --from: the plan was measured with {planned}, and {value} has to be measured",
+                "Leave it out, or plan from the checkpoint on its machine: gplan plan CHECKPOINT -o FILE",
+            )
+
+
+def _sizes(phase: PhasePlan) -> str:
+    return format_buckets(tuple(sorted({bucket.size for bucket in phase.ladder})))
+
+
+def _with_maximum(asked: tuple[int, ...] | None, phase: PhasePlan) -> str | None:
+    return None if asked is None else format_buckets(tuple(sorted({*asked, phase.max_size})))
+
+
+def _figures(phase: PhasePlan, known: PhaseFigures | None = None) -> PhaseFigures:
+    """Times of a phase's own buckets, or of `known`, of which the phase has kept some.
+
+    Raises:
+        GplanError: the phase runs eagerly, or a bucket was not measured.
+    """
+    plain = tuple(bucket for bucket in phase.ladder if bucket.width == 1 and not bucket.variant)
+    setup = PhaseSetup.from_plan(msgspec.structs.replace(phase, ladder=plain))
+    if known is not None:
+        return PhaseFigures(setup, known.buckets, known.eager)
+    if not plain or any(bucket.graph is None for bucket in plain):
+        raise GplanError(
+            f"--from: the plan holds no times of {phase.phase}, which its traffic cannot be run without",
+            f"Plan from the checkpoint with --{phase.phase}-backend full, or another graph backend, to have its times.",
+        )
+    return PhaseFigures(setup, plain, {})
+
+
+def _solve(
+    old: Plan, figures: Mapping[Phase, PhaseFigures], phase: Phase, steps: Steps, budget_s: float | None
+) -> _Solved:
+    before = old.phase(phase)
+    budget_ms = None if budget_s is None else budget_s * 1e3 * _share(phase, figures)
+    # Memory stays divided as it is, so a graph's bytes have no price.
+    solution = best_ladder(figures[phase], steps, budget_ms, byte_price_us=0.0)
+    chosen = frozenset(solution.ladder)
+    ladder = tuple(bucket for bucket in before.ladder if bucket.size in chosen)
+    reason = (
+        f"{len(solution.ladder)} of the {len(figures[phase].buckets)} sizes that plan {plan_id(old)} measured, "
+        f"{solution.regret:.2%} above having all of them"
+    )
+    plain = [bucket for bucket in figures[phase].buckets if bucket.size in chosen]
+    return _Solved(msgspec.structs.replace(before, ladder=ladder, eager_sizes=cheaper_eagerly(plain)), reason)
+
+
+def _share(phase: Phase, figures: Mapping[Phase, PhaseFigures]) -> float:
+    """The part of a capture budget that a phase gets: that of its buckets' capture time."""
+    spent = {each: sum(bucket.capture_ms for bucket in figures[each].buckets) for each in Phase}
+    total = sum(spent.values())
+    return spent[phase] / total if total else 1.0
+
+
+def _judge(figures: Mapping[Phase, PhaseFigures], steps: Mapping[Phase, Steps], workload: str) -> list[Regret]:
+    return [entry for phase in Phase if steps[phase] for entry in regrets(figures[phase], steps[phase], workload)]
+
+
+def _choices(old: Plan, solved: Mapping[Phase, _Solved]) -> tuple[Choice, ...]:
+    """The old choices in their order, those of solved ladders replaced."""
+    made = {
+        f"{phase}.ladder": Choice(
+            field=f"{phase}.ladder",
+            value=_sizes(found.plan),
+            basis="measured",
+            reason=found.reason,
+        )
+        for phase, found in solved.items()
+        if found.reason
+    }
+    known = {choice.field for choice in old.choices}
+    kept = tuple(made.get(choice.field, choice) for choice in old.choices)
+    return kept + tuple(choice for field, choice in made.items() if field not in known)

@@ -1,0 +1,151 @@
+"""`plan --from`: new traffic on stored measurements, and a refusal of whatever would have to be measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cli.comparison import compare
+from formats.container import decode, encode, write_plan
+from formats.plan import Choice, Plan, bucket_key, plan_id
+from gplan.errors import GplanError
+from gplan.planning.options import PlanOptions
+from gplan.planning.replan import replan
+from tests.cli.command import gplan
+from tests.formats.plans import CUDA, make_phase, make_plan
+
+OLD = make_plan(max_batch=16, chunk=128, max_len=256)
+SMALL = "closed:2,in=5-12,out=20-40"
+
+
+def for_traffic(workload: str | None = SMALL, old: Plan = OLD, **options: object) -> Plan:
+    return replan(old, PlanOptions(checkpoint=old.model.source, workload=workload, **options))  # type: ignore[arg-type]
+
+
+def sizes(plan: Plan, phase: str) -> list[int]:
+    return [bucket.size for bucket in plan.phase(phase).ladder]
+
+
+def test_ladders_follow_the_traffic_and_keep_their_maximum() -> None:
+    new = for_traffic()
+    assert sizes(new, "decode") == [1, 2, 16]
+    assert sizes(new, "prefill")[-1] == 128
+    assert set(sizes(new, "prefill")) < set(sizes(OLD, "prefill"))
+    busy = for_traffic("closed:16,in=5-12,out=20-40")
+    assert set(sizes(busy, "decode")) - {1, 2, 16}, "traffic of sixteen clients wants other sizes"
+
+
+def test_only_what_follows_from_traffic_changes() -> None:
+    new = for_traffic()
+    assert decode(encode(new)) == new
+    comparison = compare(OLD, new)
+    assert {entry.field.partition(".")[2] for entry in comparison.decisions} <= {"ladder", "eager_sizes"}
+    assert not comparison.machine
+    kept = {bucket_key(phase.phase, bucket) for phase in (new.decode, new.prefill) for bucket in phase.ladder}
+    assert {receipt.key for receipt in new.receipts} == kept
+    assert all(bucket in OLD.decode.ladder for bucket in new.decode.ladder)
+    assert (new.ledger, new.num_kv_pages) == (OLD.ledger, OLD.num_kv_pages)
+    reasons = {choice.field: choice for choice in new.choices}
+    assert plan_id(OLD) in reasons["decode.ladder"].reason
+    assert reasons["decode.ladder"].value == "1,2,16"
+
+
+def test_the_same_traffic_gives_the_same_plan() -> None:
+    assert encode(for_traffic()) == encode(for_traffic())
+    again = for_traffic(old=for_traffic())
+    assert sizes(again, "decode") == sizes(for_traffic(), "decode")
+
+
+def test_ladders_that_the_user_fixed_stay() -> None:
+    lock = Choice(field="decode.ladder", value="1,2,4,8,16", basis="locked", reason="--decode-buckets was given")
+    new = for_traffic(old=msgspec.structs.replace(OLD, choices=(*OLD.choices, lock)))
+    assert sizes(new, "decode") == sizes(OLD, "decode")
+    assert lock in new.choices
+    assert new.workload.num_requests
+
+
+def test_a_startup_budget_is_kept_to() -> None:
+    new = for_traffic("closed:16,in=5-60,out=20-40", startup_budget_s=0.06)
+    assert sum(bucket.capture_ms for phase in (new.decode, new.prefill) for bucket in phase.ladder) <= 60
+    with pytest.raises(GplanError, match="the budget is"):
+        for_traffic(startup_budget_s=0.001)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_batch": 32},
+        {"max_len": 512},
+        {"chunk": 64},
+        {"page_size": 32},
+        {"memory": "2GiB"},
+        {"device": "cuda"},
+        {"dtype": "float32"},
+        {"kernels": "flashinfer"},
+        {"decode_backend": "breakable"},
+        {"prefill_backend": "eager"},
+        {"decode_buckets": (3,)},
+        {"prefill_buckets": (1, 2)},
+        {"hash_contents": True},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_has_to_be_measured_is_refused_by_name(option: dict[str, object]) -> None:
+    (name,) = option
+    with pytest.raises(GplanError, match=f"--{name.replace('_', '-')} with --from") as raised:
+        for_traffic(**option)
+    assert "gplan plan CHECKPOINT" in raised.value.hint
+
+
+def test_options_that_are_as_planned_are_no_obstacle() -> None:
+    same = {
+        "max_batch": 16, "max_len": 256, "chunk": 128, "page_size": 16, "memory": "1GiB", "device": "cpu",
+        "dtype": "bfloat16", "kernels": "reference", "decode_backend": "full", "prefill_backend": "breakable",
+        "decode_buckets": (1, 2, 4, 8), "prefill_buckets": (1, 2, 4, 8, 16, 32, 64),
+    }  # fmt: skip
+    assert for_traffic(**same) == for_traffic()
+
+
+def test_every_option_is_looked_at() -> None:
+    """A new option of `gplan plan` must be refused or used; this fails until it is."""
+    used = {"workload", "startup_budget_s", "checkpoint"}
+    checked = {
+        "max_batch", "max_len", "chunk", "page_size", "memory", "device", "dtype", "kernels", "decode_backend",
+        "prefill_backend", "decode_buckets", "prefill_buckets", "hash_contents",
+    }  # fmt: skip
+    assert set(PlanOptions.__dataclass_fields__) == used | checked
+
+
+def test_a_plan_without_times_of_a_phase_is_refused() -> None:
+    eager = make_plan(decode_backend="eager")
+    with pytest.raises(GplanError, match="holds no times of decode") as raised:
+        for_traffic(old=eager)
+    assert "--decode-backend" in raised.value.hint
+
+
+def test_traffic_must_be_given() -> None:
+    with pytest.raises(GplanError, match="--from without --workload"):
+        for_traffic(None)
+
+
+def test_a_plan_for_a_gpu_needs_none(tmp_path: Path) -> None:
+    write_plan(make_plan(fingerprint=CUDA, chunk=256), tmp_path / "old.gplan")
+    arguments = ("--from", tmp_path / "old.gplan", "-o", tmp_path / "new.gplan", "--workload", SMALL)
+    done = gplan("plan", *arguments, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert f"next: gplan diff {tmp_path / 'old.gplan'} {tmp_path / 'new.gplan'}" in done.stderr
+    other = gplan("plan", "elsewhere", *arguments)
+    assert other.returncode == 1
+    assert "CHECKPOINT with --from" in other.stderr
+
+
+def test_sizes_with_variants_go_and_come_together() -> None:
+    plain = OLD.decode.ladder
+    twins = tuple(msgspec.structs.replace(bucket, variant="lora") for bucket in plain)
+    both = tuple(sorted((*plain, *twins), key=lambda bucket: (bucket.size, bucket.variant)))
+    new = for_traffic(old=msgspec.structs.replace(OLD, decode=make_phase("decode", "full", (), 16, ladder=both)))
+    assert [bucket_key("decode", bucket) for bucket in new.decode.ladder] == [
+        f"decode:{size}{variant}" for size in (1, 2, 16) for variant in ("", ":lora")
+    ]
