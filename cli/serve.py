@@ -23,6 +23,16 @@ from formats.plan import plan_id
 @click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")
 @click.option("--api-key", envvar="GPLAN_API_KEY", help="Key that requests must carry; also read from GPLAN_API_KEY.")
 @click.option("--model-name", help="Name that requests give; by default the last part of the checkpoint's path.")
+@click.option(
+    "--debug-graphs",
+    is_flag=True,
+    help="Replay nothing: run every captured function eagerly, on the same buffers. Says what it costs.",
+)
+@click.option(
+    "--check-addresses",
+    is_flag=True,
+    help="Before every replay, check that no buffer of its graph has moved. Says what it costs.",
+)
 @click.option("--log-requests", is_flag=True, help="Log a line for each request (never its contents).")
 def serve(
     plan: str,
@@ -32,6 +42,8 @@ def serve(
     accept_drift: tuple[str, ...],
     api_key: str | None,
     model_name: str | None,
+    debug_graphs: bool,
+    check_addresses: bool,
     log_requests: bool,
 ) -> int:
     """Serves a plan: checks the machine, takes memory as planned, captures the planned graphs, answers.
@@ -44,10 +56,11 @@ def serve(
     Examples:
       gplan serve model.gplan
       gplan serve model.gplan --checkpoint ./model --port 9000
+      gplan serve model.gplan --debug-graphs
     """
     read = read_plan(plan)
     where = checkpoint_of(read, checkpoint)
-    from gplan.serving.protocol import Ready
+    from gplan.serving.protocol import Debug, Ready
     from gplan.serving.server import ServeOptions
     from gplan.serving.server import serve as serve_plan
 
@@ -60,6 +73,7 @@ def serve(
         accept_drift=accept_drift,
         api_key=api_key,
         model_name=model_name or os.path.basename(os.path.abspath(where)),
+        debug=Debug(graphs=debug_graphs, addresses=check_addresses),
     )
 
     with ExitStack() as until_ready:
@@ -69,6 +83,8 @@ def serve(
             until_ready.close()
             for sentence in (*ready.accepted_drift, *ready.advisory_drift):
                 say(f"drift: {sentence}")
+            for sentence in ready.debug_costs:
+                say(sentence)
             tokens = ready.num_pages * read.limits.page_size
             say(
                 f"plan {plan_id(read)} ready in {ready.seconds:.1f} s: {tokens:,} KV tokens, model {options.model_name}"

@@ -42,7 +42,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
-    """Everything an executor is built from but the model's weights."""
+    """Everything an executor is built from but the model's weights.
+
+    Attributes:
+        debug_graphs: forwards are run again where they would be replayed; nothing is recorded.
+    """
 
     kernels: str
     dtype: torch.dtype
@@ -52,6 +56,7 @@ class ExecutorConfig:
     activation_reserve: int
     decode: PhaseSetup
     prefill: PhaseSetup
+    debug_graphs: bool = False
 
 
 def kv_layout(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> KVLayout:
@@ -116,14 +121,20 @@ def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Boo
 
 
 def attach(
-    parts: ForwardParts, sampler: Sampler, graphs: GraphDevice, decode: PhaseSetup, prefill: PhaseSetup
+    parts: ForwardParts,
+    sampler: Sampler,
+    graphs: GraphDevice,
+    decode: PhaseSetup,
+    prefill: PhaseSetup,
+    *,
+    debug: bool = False,
 ) -> Executor:
     """Puts runners and a graph device on memory that was taken; captures nothing."""
     return Executor(
         graphs,
         parts,
-        DecodeRunner(parts, decode, make_backend(decode.backend, graphs)),
-        PrefillRunner(parts, prefill, make_backend(prefill.backend, graphs)),
+        DecodeRunner(parts, decode, make_backend(decode.backend, graphs, debug=debug)),
+        PrefillRunner(parts, prefill, make_backend(prefill.backend, graphs, debug=debug)),
         sampler,
         AddressGuard(),
     )
@@ -141,7 +152,7 @@ def build(
     hold = ActivationHold(config.activation_reserve, config.device)
     book("activation_reserve", hold.nbytes)
     parts, sampler = take_memory(model, spec, config, book)
-    executor = attach(parts, sampler, graphs, config.decode, config.prefill)
+    executor = attach(parts, sampler, graphs, config.decode, config.prefill, debug=config.debug_graphs)
     for captured in capture_all(executor, progress):
         book(f"graph_pool_{captured.key.phase}", captured.pool_bytes)
     hold.release()

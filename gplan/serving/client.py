@@ -25,8 +25,10 @@ import zmq.asyncio
 from gplan.core import SamplingParams
 from gplan.errors import GplanError
 from gplan.serving.protocol import (
+    NO_DEBUG,
     Abort,
     Add,
+    Debug,
     Drain,
     Fatal,
     Idle,
@@ -120,7 +122,12 @@ class EngineClient:
         return self.is_ready and self.death is None
 
     async def start(
-        self, plan: bytes, checkpoint: str, accept_drift: Sequence[str], progress: Callable[[str, int, int], None]
+        self,
+        plan: bytes,
+        checkpoint: str,
+        accept_drift: Sequence[str],
+        progress: Callable[[str, int, int], None],
+        debug: Debug = NO_DEBUG,
     ) -> Ready:
         """Starts the engine and waits until it is ready.
 
@@ -137,7 +144,7 @@ class EngineClient:
         self._watcher = asyncio.create_task(self._watch(self._exit))
         ready: asyncio.Future[Ready] = loop.create_future()
         self._reader = asyncio.create_task(self._read(progress, ready))
-        self._send(Start(plan, checkpoint, list(accept_drift)))
+        self._send(Start(plan, checkpoint, list(accept_drift), debug))
         died = asyncio.create_task(self.died.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [ready, died]

@@ -16,9 +16,14 @@ _TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5
 
 class Metrics:
     """Counters of one server. Padding in seconds is read off the plan's times: a replay of the bucket over one of the
-    batch's exact size."""
+    batch's exact size.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        debug_graphs: what the plan says to replay runs eagerly, and is counted as `debug`.
+    """
+
+    def __init__(self, plan: Plan, *, debug_graphs: bool = False) -> None:
+        self._replayed = "debug" if debug_graphs else "replayed"
         self._graph_us: dict[str, Mapping[int, float]] = {
             phase.phase: _graph_times(phase) for phase in (plan.decode, plan.prefill)
         }
@@ -69,7 +74,7 @@ class Metrics:
             self.steps.labels(step.phase, "eager", "", step.reason).inc()
             return
         bucket = step.size + step.padding_rows
-        self.steps.labels(step.phase, "replayed", str(bucket), "").inc()
+        self.steps.labels(step.phase, self._replayed, str(bucket), "").inc()
         self.padding_rows.labels(step.phase).inc(step.padding_rows)
         self.padding_seconds.labels(step.phase).inc(self._padding_s(step.phase, step.size, bucket))
 

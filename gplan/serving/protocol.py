@@ -14,6 +14,21 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of what is sent."""
 
 
+class Debug(msgspec.Struct, frozen=True):
+    """What serve checks beyond what it has to.
+
+    Attributes:
+        graphs: run every captured function eagerly, through the same runner, buffers and metadata.
+        addresses: before every replay, check the addresses that its graph refers to.
+    """
+
+    graphs: bool = False
+    addresses: bool = False
+
+
+NO_DEBUG = Debug()
+
+
 # To the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -23,6 +38,7 @@ class Start(Message, frozen=True, array_like=True, tag=True):
     plan: bytes
     checkpoint: str
     accept_drift: list[str]
+    debug: Debug
 
 
 class Add(Message, frozen=True, array_like=True, tag=True):
@@ -109,6 +125,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     Attributes:
         num_pages: pages that requests may hold.
         accepted_drift: sentences on drift that the user accepted, then advisory ones.
+        debug_costs: sentences on what the checks that were asked for cost.
     """
 
     ledger: list[LedgerActual]
@@ -116,6 +133,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     advisory_drift: list[str]
     num_pages: int
     seconds: float
+    debug_costs: list[str]
 
 
 class Idle(Message, frozen=True, array_like=True, tag=True):

@@ -20,7 +20,7 @@ from gplan.serving.client import EngineClient
 from gplan.serving.http.app import make_app
 from gplan.serving.http.service import Service
 from gplan.serving.metrics import Metrics
-from gplan.serving.protocol import Ready
+from gplan.serving.protocol import NO_DEBUG, Debug, Ready
 from gplan.serving.tokenizer import ServedTokenizer
 
 DRAIN_S = 30.0
@@ -44,6 +44,7 @@ class ServeOptions:
     accept_drift: Sequence[str] = ()
     api_key: str | None = None
     model_name: str | None = None
+    debug: Debug = NO_DEBUG
 
 
 def serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
@@ -64,12 +65,12 @@ def serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Calla
 async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
     # Before anything slow, so that a port that is taken is known at once; connections are refused until ready.
     listener = _bind(options.host, options.port)
-    metrics = Metrics(plan)
+    metrics = Metrics(plan, debug_graphs=options.debug.graphs)
     client = EngineClient(metrics)
     stopping = asyncio.Event()
     _on_signals(stopping)
     try:
-        starting = client.start(encode(plan), options.checkpoint, options.accept_drift, progress)
+        starting = client.start(encode(plan), options.checkpoint, options.accept_drift, progress, options.debug)
         loading = asyncio.to_thread(_load_tokenizer, options.checkpoint)
         started = await _or_stopped(asyncio.gather(starting, loading), stopping)
         if started is None:
@@ -85,6 +86,7 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
             metrics=metrics,
             ready=ready,
             api_key=options.api_key,
+            debug=options.debug,
         )
         return await _answer(service, listener, stopping, on_ready)
     finally:

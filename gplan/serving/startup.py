@@ -19,7 +19,9 @@ from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.synthetic import BatchMaker
 from gplan.memory.ledger import LedgerEntry, MemoryLedger
 from gplan.models import load_model
+from gplan.serving.debugging import debug_costs
 from gplan.serving.preflight import inspect
+from gplan.serving.protocol import NO_DEBUG, Debug
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +33,12 @@ class Ready:
     drifts: tuple[Drift, ...]
     accepted: tuple[Drift, ...]
     seconds: float
+    debug_costs: tuple[str, ...]
 
 
-def start_executor(plan: Plan, checkpoint: str, progress: Progress, accept: Collection[str] = ()) -> Ready:
+def start_executor(
+    plan: Plan, checkpoint: str, progress: Progress, accept: Collection[str] = (), debug: Debug = NO_DEBUG
+) -> Ready:
     """Checks, loads, takes memory, captures, and proves it.
 
     Raises:
@@ -60,17 +65,20 @@ def start_executor(plan: Plan, checkpoint: str, progress: Progress, accept: Coll
         activation_reserve=plan.planned_bytes("activation_reserve"),
         decode=PhaseSetup.from_plan(plan.decode),
         prefill=PhaseSetup.from_plan(plan.prefill),
+        debug_graphs=debug.graphs,
     )
     executor = build(model, preflight.spec, config, graphs, ledger.book, progress)
     ledger.book("non_torch", graphs.memory().non_torch)
     ledger.check()
     recheck_receipts(executor, preflight.spec.vocab_size)
+    executor.check_addresses = debug.addresses
     return Ready(
         executor=executor,
         ledger=ledger.entries(),
         drifts=preflight.drifts,
         accepted=preflight.accepted,
         seconds=time.perf_counter() - started,
+        debug_costs=debug_costs(plan, executor, debug),
     )
 
 

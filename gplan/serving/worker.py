@@ -120,6 +120,7 @@ def _serve(channel: SocketChannel, parent: int) -> None:
         start.checkpoint,
         lambda stage, done, total: channel.send(Progress(stage, done, total)),
         start.accept_drift,
+        start.debug,
     )
     gc.collect()
     gc.freeze()
@@ -130,6 +131,7 @@ def _serve(channel: SocketChannel, parent: int) -> None:
             advisory_drift=[drift.sentence for drift in ready.drifts if not drift.refuses],
             num_pages=plan.num_kv_pages - 1,
             seconds=ready.seconds,
+            debug_costs=list(ready.debug_costs),
         )
     )
     Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan).run()

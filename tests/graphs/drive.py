@@ -51,6 +51,7 @@ def make_executor(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     kernels: str = "reference",
+    debug_graphs: bool = False,
 ) -> Executor:
     limits = limits or limits_of()
     headers = read_headers(str(checkpoint))
@@ -67,6 +68,7 @@ def make_executor(
         activation_reserve=1 << 20,
         decode=setup_of(Phase.DECODE, decode, decode_ladder, limits),
         prefill=setup_of(Phase.PREFILL, prefill, prefill_ladder, limits),
+        debug_graphs=debug_graphs,
     )
     executor = build(model, spec, config, graphs, lambda row, nbytes: None, lambda stage, done, total: None)
     executor.check_addresses = True

@@ -35,8 +35,11 @@ def make_graph_device(device: torch.device) -> GraphDevice:
     return graphs
 
 
-def make_backend(name: str, device: GraphDevice) -> CaptureBackend:
+def make_backend(name: str, device: GraphDevice, *, debug: bool = False) -> CaptureBackend:
     """The capture backend of that name, on a graph device.
+
+    Args:
+        debug: one that looks the same to a runner, but runs the forward again where that one replays.
 
     Raises:
         UnsupportedError: no such backend in this build.
@@ -44,5 +47,9 @@ def make_backend(name: str, device: GraphDevice) -> CaptureBackend:
     if name not in _BACKENDS:
         raise UnsupportedError(f"capture backend {name!r} is not available", f"Choose from {', '.join(_BACKENDS)}.")
     module, cls = _BACKENDS[name]
-    backend: CaptureBackend = getattr(import_module(module), cls)(device)
-    return backend
+    kind: type[CaptureBackend] = getattr(import_module(module), cls)
+    if debug:
+        from gplan.graphs.capture.eager import EagerBackend
+
+        return EagerBackend(device, cuts_at_breaks=getattr(kind, "cuts_at_breaks", False))
+    return kind(device)

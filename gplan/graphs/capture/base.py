@@ -110,7 +110,7 @@ class CaptureBackend(ABC):
     """Cuts a forward into segments and replays them in order."""
 
     name: ClassVar[str]
-    cuts_at_breaks: ClassVar[bool]
+    cuts_at_breaks: bool
     """Whether calls decorated as breaks run eagerly between segments rather than inside one."""
 
     def __init__(self, device: GraphDevice) -> None:

@@ -6,15 +6,22 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from gplan.graphs.capture.base import CaptureFn
+from gplan.graphs.capture.base import CaptureFn, GraphDevice
 from gplan.graphs.capture.keyed import KeyedBackend, Recording, checked_outputs, copy_results
 
 
 class EagerBackend(KeyedBackend):
-    """Keeps the forward of each key, and its promise that results are always the same tensors."""
+    """Keeps the forward of each key, and its promise that results are always the same tensors.
+
+    Args:
+        cuts_at_breaks: of the backend that this one stands for, so that a runner prepares the same for both.
+    """
 
     name = "eager"
-    cuts_at_breaks = False
+
+    def __init__(self, device: GraphDevice, *, cuts_at_breaks: bool = False) -> None:
+        super().__init__(device)
+        self.cuts_at_breaks = cuts_at_breaks
 
     def _record(self, fn: CaptureFn, num_breaks: int) -> Recording:
         outputs = checked_outputs(fn())

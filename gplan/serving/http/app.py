@@ -228,6 +228,11 @@ async def _server_info(service: Service, request: Request) -> Response:
             "ledger": ready.ledger,
             "accepted_drift": ready.accepted_drift,
             "advisory_drift": ready.advisory_drift,
+            "debug": {
+                "graphs": service.debug.graphs,
+                "addresses": service.debug.addresses,
+                "costs": ready.debug_costs,
+            },
             "engine_start_seconds": ready.seconds,
         }
     )

@@ -18,7 +18,7 @@ from gplan.serving.http.errors import ApiError
 from gplan.serving.http.jobs import JobMaker
 from gplan.serving.http.seats import Seat, Seats
 from gplan.serving.metrics import Metrics
-from gplan.serving.protocol import Ready
+from gplan.serving.protocol import NO_DEBUG, Debug, Ready
 from gplan.serving.tokenizer import ServedTokenizer
 
 R = TypeVar("R")
@@ -45,6 +45,7 @@ class Service:
     metrics: Metrics
     ready: Ready
     api_key: str | None = None
+    debug: Debug = NO_DEBUG
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
     seats: Seats = field(init=False)
