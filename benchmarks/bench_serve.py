@@ -33,12 +33,14 @@ class Wire:
     def __init__(self, requests: Sequence[Add]) -> None:
         self._pending: list[ToEngine] = list(requests)
         self._open = {request.id for request in requests}
-        self.sent_at = time.perf_counter()
+        self.sent_at = self._last_sent = 0.0
         self.token_times: dict[str, list[float]] = defaultdict(list)
         self.steps: Counter[str] = Counter()
-        self.step_times: dict[str, list[float]] = defaultdict(list)
+        self.seconds: Counter[str] = Counter()
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
+        if not self.sent_at:
+            self.sent_at = self._last_sent = time.perf_counter()
         messages, self._pending = self._pending, []
         if not self._open:
             messages.append(Drain())
@@ -49,6 +51,8 @@ class Wire:
             return
         now = time.perf_counter()
         self.steps[message.stats.key or f"eager {message.stats.phase} {message.stats.reason}"] += 1
+        self.seconds[message.stats.phase] += now - self._last_sent
+        self._last_sent = now
         for output in message.outputs:
             self.token_times[output.id].extend([now] * len(output.tokens))
             if output.finish_reason:
@@ -111,6 +115,7 @@ def burst_case(ready: Ready, plan: Plan, count: int, low: int, high: int) -> dic
         "output_tokens": num_output,
         "seconds": seconds,
         "output_tokens_per_s": num_output / seconds,
+        "seconds_by_phase": dict(wire.seconds),
         "steps": dict(wire.steps),
     }
 

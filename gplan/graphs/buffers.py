@@ -8,50 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gplan.graphs.padding import FillOnce, Padding, Sentinel, Stale, Zero
+from gplan.graphs.padding import FillOnce, Sentinel, Zero
+from gplan.graphs.slots import Slot, is_packed, poison_of, tail_value
+from gplan.graphs.staging import Pack, Staging, packed_by_dtype
 
 Source = Tensor | npt.NDArray[np.generic]
 """What a slot is filled from: a host tensor, a numpy array, or a tensor on the buffers' device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One static buffer.
-
-    Attributes:
-        shape: at the maximum.
-        axis: the dimension that a step fills in part; its rows past the real ones are padding.
-        padding: what those rows hold.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    axis: int
-    padding: Padding
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.axis < len(self.shape), f"slot {self.name}: axis {self.axis} of shape {self.shape}"
-
-    @property
-    def length(self) -> int:
-        """Rows at the maximum."""
-        return self.shape[self.axis]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def shape_at(self, size: int) -> tuple[int, ...]:
-        return (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
 
 
 class StaticBuffers:
@@ -70,8 +38,12 @@ class StaticBuffers:
         self.slots = {slot.name: slot for slot in slots}
         assert len(self.slots) == len(slots), "two slots of one name"
         self._device = device
-        self._tensors = {slot.name: _allocate(slot, device) for slot in slots}
-        self._staging = _Staging(slots) if device.type == "cuda" else None
+        self._tensors = {slot.name: _allocate(slot, device) for slot in slots if not is_packed(slot)}
+        packs = {dtype: Pack(group, device) for dtype, group in packed_by_dtype(slots).items()}
+        for pack in packs.values():
+            self._tensors.update(pack.tensors)
+        self._tensors = {name: self._tensors[name] for name in self.slots}
+        self._staging = Staging(slots, packs) if device.type == "cuda" else None
         # Of each slot that is filled once: rows that may hold something else than its value.
         self._used = {slot.name: 0 for slot in slots if isinstance(slot.padding, FillOnce)}
 
@@ -111,10 +83,9 @@ class StaticBuffers:
         """
         self._check_names(values, unread)
         sources = {name: self._checked(self.slots[name], value, real, padded) for name, value in values.items()}
-        staged = self._stage(sources, real, padded)
-        self._copy({**sources, **staged})
-        if self._staging is not None and staged:
-            self._staging.sent()
+        if self._staging is not None:
+            self._fill_from_host(sources, real, padded)
+        self._copy(sources)
         for name in sources:
             self._pad(self.slots[name], real, padded)
         self._restore_filled_once(values, real)
@@ -123,9 +94,11 @@ class StaticBuffers:
         """Fills every buffer with what must not be read: NaN, or the largest integer. For tests and receipts: after the
         next `fill`, only a tail that is never to be read still holds it."""
         for name, tensor in self._tensors.items():
-            tensor.fill_(_poison_of(tensor.dtype))
+            tensor.fill_(poison_of(tensor.dtype))
             if name in self._used:
                 self._used[name] = self.slots[name].length
+        if self._staging is not None:
+            self._staging.poison()
 
     def _check_names(self, values: Mapping[str, Source], unread: Collection[str]) -> None:
         unknown = sorted((set(values) | set(unread)) - set(self.slots))
@@ -148,15 +121,23 @@ class StaticBuffers:
             raise ValueError(f"static buffer {slot.name}: expected a value on {self._device}, got {source.device}")
         return source
 
-    def _stage(self, sources: dict[str, Tensor], real: int, padded: int) -> dict[str, Tensor]:
-        """Moves host values out of `sources` into pinned memory, tail included; with no staging area, none."""
-        if self._staging is None:
-            return {}
+    def _fill_from_host(self, sources: dict[str, Tensor], real: int, padded: int) -> None:
+        """Copies the host values among `sources`, and takes them out, tails included where the policy writes one."""
+        assert self._staging is not None
         on_host = [name for name, source in sources.items() if source.device.type == "cpu"]
         if not on_host:
-            return {}
+            return
         self._staging.advance()
-        return {name: self._staging.put(self.slots[name], sources.pop(name), real, padded) for name in on_host}
+        loose = {}
+        for name in on_host:
+            slot, source = self.slots[name], sources.pop(name)
+            if is_packed(slot):
+                self._staging.pack(slot, source, real, padded)
+            else:
+                loose[name] = self._staging.put(slot, source, real, padded)
+        self._staging.copy_packs()
+        self._copy(loose)
+        self._staging.sent()
 
     def _copy(self, sources: Mapping[str, Tensor]) -> None:
         groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]]
@@ -170,7 +151,7 @@ class StaticBuffers:
             torch._foreach_copy_(targets, values, non_blocking=True)
 
     def _pad(self, slot: Slot, real: int, padded: int) -> None:
-        value = _tail_value(slot.padding)
+        value = tail_value(slot.padding)
         if value is not None and real < padded:
             self._tensors[slot.name].narrow(slot.axis, real, padded - real).fill_(value)
 
@@ -183,39 +164,6 @@ class StaticBuffers:
             self._used[name] = first
 
 
-class _Staging:
-    """Pinned host memory that values wait in until they are copied. Two areas take turns, so that filling one does not
-    wait for the copies out of the other; an area is written again only once its copies are done."""
-
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self._areas = [
-            {slot.name: torch.empty(prod(slot.shape), dtype=slot.dtype, pin_memory=True) for slot in slots}
-            for _ in range(2)
-        ]
-        self._events = [torch.Event("cuda"), torch.Event("cuda")]
-        self._turn = 0
-
-    def advance(self) -> None:
-        """Takes the other area, once its copies are done."""
-        self._turn ^= 1
-        self._events[self._turn].synchronize()
-
-    def put(self, slot: Slot, source: Tensor, real: int, padded: int) -> Tensor:
-        """Holds a value: [.., real, ..], or [.., padded, ..] with its tail where the policy writes one every time."""
-        value = _tail_value(slot.padding)
-        size = real if value is None else padded
-        shape = slot.shape_at(size)
-        staged = self._areas[self._turn][slot.name][: prod(shape)].view(shape)
-        staged.narrow(slot.axis, 0, real).copy_(source)
-        if value is not None and real < size:
-            staged.narrow(slot.axis, real, size - real).fill_(value)
-        return staged
-
-    def sent(self) -> None:
-        """Notes that the copies out of this area are launched."""
-        self._events[self._turn].record()
-
-
 def _allocate(slot: Slot, device: torch.device) -> Tensor:
     value = slot.padding.value if isinstance(slot.padding, FillOnce) else 0
     return torch.full(slot.shape, value, dtype=slot.dtype, device=device)
@@ -226,20 +174,3 @@ def _from_numpy(array: npt.NDArray[np.generic]) -> Tensor:
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
     return torch.from_numpy(array)
-
-
-def _tail_value(padding: Padding) -> float | None:
-    """What every fill writes into the tail; None where it writes nothing."""
-    match padding:
-        case Zero():
-            return 0
-        case Sentinel(value):
-            return value
-        case FillOnce() | Stale():
-            return None
-
-
-def _poison_of(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max

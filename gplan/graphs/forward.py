@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from formats.plan import Limits
-from gplan.graphs.buffers import Slot, StaticBuffers
+from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.padding import STALE, ZERO
+from gplan.graphs.slots import Slot
 from gplan.kernels.base import Kernels, KernelShape
 from gplan.memory.kv_pool import KVPool
 from gplan.memory.page_table import PageTable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ class PrefillRunner(PhaseRunner):
         rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
         counts = table.update(batch)
         token_rows = np.repeat(rows, lengths)
-        positions = np.concatenate([np.arange(c.start, c.end, dtype=np.int64) for c in chunks])
+        positions = _positions(chunks, lengths)
         values = {
             "rows": token_rows.astype(np.int64),
-            "host_ids": np.fromiter((t for c in chunks for t in _tokens(c)), np.int64, len(positions)),
+            "host_ids": np.array([token for c in chunks for token in _tokens(c)], np.int64),
             "positions": positions,
             "kv_slots": table.slots(token_rows, positions),
         }
@@ -82,6 +82,13 @@ class PrefillRunner(PhaseRunner):
             index = torch.tensor(last).to(hidden.device, non_blocking=True)
             self.parts.model.head(self.parts.kernels, hidden.index_select(0, index), logits)
         return logits
+
+
+def _positions(chunks: Sequence[Chunk], lengths: np.ndarray) -> np.ndarray:
+    """Positions of all tokens, chunk after chunk: [sum of lengths] int64."""
+    firsts = np.cumsum(lengths) - lengths
+    starts = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - firsts, lengths)
 
 
 def _tokens(chunk: Chunk) -> list[int]:

@@ -20,7 +20,7 @@ def kernels_class(name: str) -> type[Kernels]:
         return ReferenceKernels
     if name == "flashinfer":
         try:
-            from gplan.kernels.flashinfer import FlashInferKernels
+            from gplan.kernels.flashinfer.kernel_set import FlashInferKernels
         except ModuleNotFoundError as error:
             raise GplanError(
                 f"flashinfer kernels: {error.name} is not installed", "Install gplan[cuda], or use reference kernels."

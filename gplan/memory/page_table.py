@@ -13,6 +13,9 @@ from gplan.kernels.base import IntArray
 
 LongArray = npt.NDArray[np.int64]
 
+_FEW_ROWS = 8
+"""Up to so many rows are faster cut one by one than selected by a mask."""
+
 
 class PageTable:
     """Pages by request row: [max_batch + 1, max_pages_per_request] int32."""
@@ -41,6 +44,9 @@ class PageTable:
 
     def indices(self, rows: IntArray, counts: IntArray) -> IntArray:
         """Pages of `rows`, one after another: [sum(counts)] int32."""
+        if len(rows) <= _FEW_ROWS:
+            parts = [self._pages[row, :count] for row, count in zip(rows, counts, strict=True)]
+            return np.concatenate(parts) if parts else np.zeros(0, np.int32)
         table: IntArray = self._pages[rows, : int(counts.max(initial=0))]
         inside = np.arange(table.shape[1], dtype=np.int32) < counts[:, None]
         selected: IntArray = table[inside]

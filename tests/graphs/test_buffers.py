@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.graphs.buffers import Slot, StaticBuffers
+from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.padding import FILL_ONCE, SENTINEL, STALE, ZERO
+from gplan.graphs.slots import Slot
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SLOTS = (

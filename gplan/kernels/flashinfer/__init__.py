@@ -1,5 +1,1 @@
-"""The CUDA kernel set: FlashInfer, cuBLAS and Triton. Imported only where it is asked for."""
-
-from gplan.kernels.flashinfer.kernel_set import FlashInferKernels
-
-__all__ = ["FlashInferKernels"]
+"""The CUDA kernel set: FlashInfer, cuBLAS and Triton. `kernel_set` is imported only where it is asked for."""

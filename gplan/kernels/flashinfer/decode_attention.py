@@ -13,10 +13,8 @@ from torch import Tensor
 from gplan.errors import CaptureError
 from gplan.kernels.base import Attention, AttentionBatch, IntArray, KernelShape
 from gplan.kernels.flashinfer.attention_triton import decode_attention_kernel
-from gplan.kernels.flashinfer.workspace import Staging, Workspace, decode_items, group_padded
-
-CHUNK_STEP = 64
-"""Parts of a context are a multiple of this many tokens."""
+from gplan.kernels.flashinfer.work_items import NO_WORK, work_items
+from gplan.kernels.flashinfer.workspace import Staging, Workspace, decode_items, decode_lanes, group_padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,14 @@ class DecodeLists:
         self.page_ids = self._device[self._page_ids :]
         self._staging = Staging(((sizes.decode_lists,), torch.int32))
 
-    def load(self, batch: AttentionBatch, items: IntArray, item_indptr: IntArray) -> None:
+    def load(self, batch: AttentionBatch, items: IntArray, item_indptr: IntArray, num_items: int) -> None:
+        """Starts the copy, with items of no work up to `num_items`."""
         (area,) = self._staging.take()
         host, num_pages = area.numpy(), len(batch.kv_indices)
         assert num_pages <= len(self.page_ids), "more pages than the kernel set is sized for"
+        assert len(items) <= num_items, "more work items than the grid has programs for"
         host[: items.size] = items.reshape(-1)
+        host[items.size : 4 * num_items] = NO_WORK
         host[self._page_indptr[0] :][: len(batch.kv_indptr)] = batch.kv_indptr
         host[self._item_indptr[0] :][: len(item_indptr)] = item_indptr
         end = self._page_ids + num_pages
@@ -86,6 +87,7 @@ class DecodeAttention(Attention):
         self._group = shape.num_qo_heads // shape.num_kv_heads
         self._group_padded = group_padded(shape)
         self._scale_log2 = math.log2(math.e) / math.sqrt(shape.head_dim)
+        self._lanes = decode_lanes(shape)
         self._num_items = decode_items(shape, num_requests)
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -93,11 +95,10 @@ class DecodeAttention(Attention):
         assert n == self._most if self._in_graph else n <= self._most, "another number of requests"
         page_size = self._shape.page_size
         lengths = (np.diff(batch.kv_indptr) - 1) * page_size + batch.kv_last_page_len
-        most = decode_items(self._shape, n)
-        items, item_indptr = work_items(lengths.astype(np.int64), most, CHUNK_STEP)
+        items, item_indptr = work_items(lengths, self._lanes)
         if not self._in_graph:
-            self._num_items = int(item_indptr[-1])
-        self._lists.load(batch, items, item_indptr)
+            self._num_items = len(items)
+        self._lists.load(batch, items, item_indptr, self._num_items)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         if not self._in_graph and torch.cuda.is_current_stream_capturing():
@@ -132,42 +133,3 @@ class DecodeAttention(Attention):
         yield "lists", self._workspace.decode_lists
         yield "partial", self._workspace.decode_partial
         yield "counters", self._workspace.decode_counters
-
-
-def work_items(lengths: IntArray, most: int, step: int) -> tuple[IntArray, IntArray]:
-    """Cuts contexts into at most `most` items, all parts of a step about equally long.
-
-    The part length is the smallest multiple of `step` with which the items are few enough. The longest items come
-    first, so that none of them runs alone at the end.
-
-    Args:
-        lengths: [n] tokens of each request, at least 1; n <= most.
-
-    Returns:
-        items: [most, 4] int32: request, first token, end, number of the part; request -1 for no work.
-        item_indptr: [n + 1] int32: part numbers of each request.
-    """
-    size = _part_length(lengths, most, step)
-    counts = -(-lengths // size)
-    indptr = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    total = int(indptr[-1])
-    request = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    part = np.arange(total, dtype=np.int32)
-    first = (part - indptr[request]) * size
-    end = np.minimum(first + size, lengths[request])
-    order = np.argsort(first - end, kind="stable")
-    items = np.full((most, 4), -1, np.int32)
-    items[:total] = np.stack([request, first, end, part], axis=1)[order]
-    return items, indptr
-
-
-def _part_length(lengths: IntArray, most: int, step: int) -> int:
-    low, high = 1, -(-int(lengths.max()) // step)
-    while low < high:
-        middle = (low + high) // 2
-        if int((-(-lengths // (middle * step))).sum()) > most:
-            low = middle + 1
-        else:
-            high = middle
-    return low * step

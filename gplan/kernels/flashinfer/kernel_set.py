@@ -15,6 +15,7 @@ from gplan.kernels.flashinfer.decode_attention import DecodeAttention, DecodeLis
 from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rms_norm, silu_mul
 from gplan.kernels.flashinfer.gemm_rules import choose
 from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
+from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
 from gplan.kernels.flashinfer.sampling import penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
@@ -44,6 +45,7 @@ class FlashInferKernels(Kernels):
         self.workspace = Workspace(shape)
         self._decode_lists = DecodeLists(shape, self.workspace)
         self._prefill_lists = PrefillLists(shape, self.workspace)
+        self._prefill_kernel = PrefillKernel(shape)
 
     @staticmethod
     def workspace_nbytes(shape: KernelShape) -> int:
@@ -123,14 +125,17 @@ class FlashInferKernels(Kernels):
     ) -> None:
         rope_append(self.shape, qkv, q_out, positions, cos_sin, (k_cache, v_cache), slots, qk_norm, pdl=self._pdl)
 
-    def decode_attention(self, num_requests: int, *, in_graph: bool) -> Attention:
+    def decode_attention(self, num_requests: int, *, in_graph: bool) -> DecodeAttention:
         return DecodeAttention(
             self.shape, self.workspace, self._decode_lists, num_requests, in_graph=in_graph, pdl=self._pdl
         )
 
     def prefill_attention(self, num_tokens: int, num_requests: int, *, in_graph: bool) -> Attention:
+        decode = None
+        if not in_graph:
+            decode = self.decode_attention(self.shape.max_batch, in_graph=False)
         return PrefillAttention(
-            self.shape, self.workspace, self._prefill_lists, num_tokens, num_requests, in_graph=in_graph
+            self.shape, self.workspace, self._prefill_lists, self._prefill_kernel, decode, num_tokens, num_requests
         )
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:

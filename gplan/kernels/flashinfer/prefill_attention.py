@@ -1,29 +1,18 @@
-"""Prefill attention of the CUDA kernel set: FlashInfer's paged prefill (fa2).
-
-FlashInfer's module is called directly rather than through `BatchPrefillWithPagedKVCacheWrapper`: the wrapper takes
-8 MiB of device and of pinned memory for each key, copies page lists from pageable memory in calls that wait for the
-device, and reuses its pinned memory without asking whether the copy is done. The calls are those of
-flashinfer-python 0.6.18.
-"""
+"""Prefill attention of the CUDA kernel set: FlashInfer's for prompts, ours for the rows that decode beside them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
-from flashinfer.prefill import get_batch_prefill_module
-from flashinfer.utils import MaskMode, TensorLayout
 from torch import Tensor
 
 from gplan.errors import CaptureError, UnsupportedError
 from gplan.kernels.base import Attention, AttentionBatch, KernelShape
+from gplan.kernels.flashinfer.decode_attention import DecodeAttention
+from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
 from gplan.kernels.flashinfer.workspace import Staging, Workspace, graph_slots
-
-_NO_WINDOW = -1
-_AUTO_SPLIT = -1
 
 
 class PrefillLists:
@@ -55,12 +44,24 @@ class PrefillLists:
     def sent(self) -> None:
         self._staging.sent()
 
+    def select(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """On the device: qo_indptr, kv_indptr, page ids, last page lengths of so many requests."""
+        return (
+            self.qo_indptr[: num_requests + 1],
+            self.kv_indptr[: num_requests + 1],
+            self.page_ids,
+            self.last_page_len[:num_requests],
+        )
+
 
 class PrefillAttention(Attention):
     """Ragged causal attention over cached prefixes.
 
-    In a graph the grid is that of the key's tokens and slots, and contexts are always treated as split; outside,
-    FlashInfer decides by each step's lengths.
+    In a graph the grid is that of the key's tokens and slots. Outside it is each step's, and the requests that lead the
+    batch with one token each are given to decode attention: a tile of queries would be wasted on each of them.
+
+    Args:
+        decode: attends for the leading single tokens of eager steps; None in a graph.
     """
 
     def __init__(
@@ -68,101 +69,82 @@ class PrefillAttention(Attention):
         shape: KernelShape,
         workspace: Workspace,
         lists: PrefillLists,
+        kernel: PrefillKernel,
+        decode: DecodeAttention | None,
         num_tokens: int,
         num_requests: int,
-        *,
-        in_graph: bool,
     ) -> None:
         assert num_tokens <= shape.max_tokens, "more tokens than the kernel set is sized for"
         assert num_requests <= shape.max_batch, "more requests than the kernel set is sized for"
-        if in_graph and num_requests > min(graph_slots(shape), num_tokens):
+        self._in_graph = decode is None
+        if self._in_graph and num_requests > min(graph_slots(shape), num_tokens):
             raise UnsupportedError(
                 f"a prefill graph of {num_tokens} tokens with {num_requests} request slots",
                 f"Use at most {min(graph_slots(shape), num_tokens)} slots.",
             )
         self._shape, self._workspace, self._lists = shape, workspace, lists
-        self._num_tokens, self._num_requests, self._in_graph = num_tokens, num_requests, in_graph
-        d, dtype = shape.head_dim, shape.dtype
-        self._module: Any = get_batch_prefill_module(
-            "fa2", dtype, dtype, dtype, torch.int32, d, d, 0, False, False, False
-        )
-        self._scale = 1.0 / math.sqrt(d)
+        self._kernel, self._decode = kernel, decode
+        self._num_tokens, self._num_requests = num_tokens, num_requests
+        self._num_decodes = 0
         self._plan: list[int] | None = None
-        self._select(num_requests)
+        self._selected = lists.select(num_requests)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        n, num_tokens = batch.num_requests, int(batch.qo_indptr[-1])
-        if self._in_graph:
-            assert n == self._num_requests, "a graph holds an exact number of slots"
-            assert num_tokens <= self._num_tokens, "more tokens than the graph has rows"
+        if self._decode is not None:
+            self._num_decodes = _leading_single_tokens(batch)
+            if self._num_decodes:
+                self._decode.prepare(_requests(batch, 0, self._num_decodes))
+                batch = _requests(batch, self._num_decodes, batch.num_requests)
+            self._selected = self._lists.select(batch.num_requests)
         else:
-            self._select(n)
-        shape, workspace = self._shape, self._workspace
-        lengths = (np.diff(batch.kv_indptr) - 1) * shape.page_size + batch.kv_last_page_len
-        pinned = self._lists.load(batch)
-        self._plan = self._module.plan(
-            workspace.prefill_partial,
-            workspace.prefill_plan,
-            pinned,
-            torch.from_numpy(np.ascontiguousarray(batch.qo_indptr)),
-            torch.from_numpy(np.ascontiguousarray(batch.kv_indptr)),
-            torch.from_numpy(lengths.astype(np.int32)),
-            self._num_tokens if self._in_graph else num_tokens,
-            n,
-            shape.num_qo_heads,
-            shape.num_kv_heads,
-            shape.page_size,
-            self._in_graph,
-            shape.head_dim,
-            shape.head_dim,
-            True,  # causal
-            _NO_WINDOW,
-            _AUTO_SPLIT,
-            False,  # do not forbid splits
-            0,  # colocated programs
-            0,  # uniform query length
-        )
-        self._lists.sent()
+            assert batch.num_requests == self._num_requests, "a graph holds an exact number of slots"
+        num_tokens = int(batch.qo_indptr[-1])
+        assert num_tokens <= self._num_tokens, "more tokens than there are rows"
+        self._plan = None if num_tokens == 0 and not self._in_graph else self._planned(batch, num_tokens)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         if not self._in_graph and torch.cuda.is_current_stream_capturing():
             raise CaptureError("attention made for eager steps inside a capture", "Ask for it with in_graph=True.")
-        assert self._plan is not None, "run before prepare"
-        lists, workspace = self._lists, self._workspace
-        self._module.paged_run(
-            workspace.prefill_partial,
-            workspace.prefill_plan,
-            self._plan,
-            q,
-            k_cache,
-            v_cache,
-            self._qo_indptr,
-            self._kv_indptr,
-            lists.page_ids,
-            self._last_page_len,
-            out,
-            None,  # log-sum-exp
-            MaskMode.CAUSAL.value,
-            TensorLayout["NHD"].value,
-            _NO_WINDOW,
-            False,  # programmatic dependent launch: its neighbours take no part
-            *(None,) * 6,  # custom mask and its indptr, alibi slopes, three of multi-item scoring
-            0.0,  # soft cap
-            self._scale,
-            *(None,) * 3,  # scales of quantised inputs
-            1.0,  # rope scale and theta, unused: positions are encoded before
-            1e4,
-            0,  # multi-item scoring
-            0,  # workspace size, of another backend
-        )
+        first = self._num_decodes
+        if self._decode is not None and first:
+            self._decode.run(q[:first], k_cache, v_cache, out[:first])
+        if self._plan is not None:
+            self._kernel.run(self._plan, self._workspace, self._selected, q[first:], k_cache, v_cache, out[first:])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "lists", self._workspace.prefill_lists
         yield "partial", self._workspace.prefill_partial
         yield "plan", self._workspace.prefill_plan
+        if self._decode is not None:
+            for name, tensor in self._decode.tensors():
+                yield f"decode {name}", tensor
 
-    def _select(self, num_requests: int) -> None:
-        lists = self._lists
-        self._qo_indptr = lists.qo_indptr[: num_requests + 1]
-        self._kv_indptr = lists.kv_indptr[: num_requests + 1]
-        self._last_page_len = lists.last_page_len[:num_requests]
+    def _planned(self, batch: AttentionBatch, num_tokens: int) -> list[int]:
+        lengths = (np.diff(batch.kv_indptr) - 1) * self._shape.page_size + batch.kv_last_page_len
+        plan = self._kernel.plan(
+            self._workspace,
+            self._lists.load(batch),
+            batch.qo_indptr,
+            batch.kv_indptr,
+            lengths,
+            self._num_tokens if self._in_graph else num_tokens,
+            in_graph=self._in_graph,
+        )
+        self._lists.sent()
+        return plan
+
+
+def _leading_single_tokens(batch: AttentionBatch) -> int:
+    others = np.flatnonzero(np.diff(batch.qo_indptr) != 1)
+    return int(others[0]) if len(others) else batch.num_requests
+
+
+def _requests(batch: AttentionBatch, first: int, end: int) -> AttentionBatch:
+    """The requests [first, end) of a batch, as one of their own."""
+    pages = slice(int(batch.kv_indptr[first]), int(batch.kv_indptr[end]))
+    return AttentionBatch(
+        qo_indptr=batch.qo_indptr[first : end + 1] - batch.qo_indptr[first],
+        kv_indptr=batch.kv_indptr[first : end + 1] - batch.kv_indptr[first],
+        kv_indices=batch.kv_indices[pages],
+        kv_last_page_len=batch.kv_last_page_len[first:end],
+    )

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from gplan.kernels.base import KernelShape
+from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 
 PARTIAL_FLOATS = 4 << 20
 """Room for the parts of products that are split along k; the rule that splits them stays below."""
 MAX_TILES = 4096
 """Tiles of one split product at most: each has a counter."""
-SPLIT_PROGRAMS = 264
-"""Programs that decode attention makes beyond one per request and head, to split long contexts and fill the device."""
+DECODE_PROGRAMS = 264
+"""Programs of decode attention that run at once on an H200, two on each multiprocessor."""
 MAX_GRAPH_SLOTS = 32
 """Request slots of a prefill graph at most: FlashInfer's room for split contexts grows with them."""
 
@@ -71,8 +72,13 @@ class Sizes:
 
 
 def decode_items(shape: KernelShape, num_requests: int) -> int:
-    """Work items of a decode step: one per request, and some to split long contexts."""
-    return num_requests + -(-SPLIT_PROGRAMS // shape.num_kv_heads)
+    """Work items of a decode step at most: one per request, and one for each cut."""
+    return num_requests + decode_lanes(shape)
+
+
+def decode_lanes(shape: KernelShape) -> int:
+    """Work items of decode attention that run at once, each on all heads."""
+    return -(-DECODE_PROGRAMS // shape.num_kv_heads)
 
 
 def group_padded(shape: KernelShape) -> int:
@@ -154,7 +160,10 @@ def graph_slots(shape: KernelShape) -> int:
 
 
 def _prefill_partial_bytes(shape: KernelShape) -> int:
-    """FlashInfer keeps sums and weights of every tile of queries where contexts are split: in a graph always."""
+    """fa2 keeps sums and weights of every tile of queries where contexts are split, in a graph always; fa3 never splits
+    them."""
+    if _prefill_kernel(shape) == "fa3":
+        return _ALIGNMENT
     group = shape.num_qo_heads // shape.num_kv_heads
     in_graph = -(-shape.max_tokens * group // _TILE) + graph_slots(shape) - 1
     tiles = max(_split_tiles(shape), in_graph)
@@ -162,10 +171,17 @@ def _prefill_partial_bytes(shape: KernelShape) -> int:
 
 
 def _prefill_plan_bytes(shape: KernelShape) -> int:
-    """Four lists by tile, one by row and one by request."""
+    """fa2: four lists by tile, one by row and one by request. fa3: seven lists by tile and head."""
+    if _prefill_kernel(shape) == "fa3":
+        tiles = -(-shape.max_tokens // _TILE) + shape.max_batch
+        return 4 * (7 * tiles * shape.num_qo_heads) + 4096
     group = shape.num_qo_heads // shape.num_kv_heads
     tiles = max(_split_tiles(shape), -(-shape.max_tokens * group // _SMALL_TILE) + shape.max_batch)
     return 4 * (4 * tiles + shape.max_tokens + shape.max_batch) + 4096
+
+
+def _prefill_kernel(shape: KernelShape) -> str:
+    return load_prefill_module(shape.dtype, shape.head_dim, shape.device)[0]
 
 
 def _split_tiles(shape: KernelShape) -> int:

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gplan.core import Phase, ShapeKey
-from gplan.graphs.buffers import Slot, StaticBuffers
+from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.capture.breakable import graph_break
 from gplan.graphs.padding import SENTINEL, STALE, ZERO
+from gplan.graphs.slots import Slot
 
 MAX, HIDDEN, HEADS, VOCAB, LENGTH, LAYERS = 16, 32, 4, 50, 8, 3
 DUMMY = 0
