@@ -19,6 +19,9 @@ PLAN_FORMAT = 1
 PhaseName = Literal["decode", "prefill"]
 BackendName = Literal["full", "breakable", "piecewise", "eager"]
 
+BASE_VARIANTS = ("", "compiled")
+"""Variants of a bucket that take every batch of its size; a bucket has exactly one of them."""
+
 LEDGER_ROWS = (
     "weights",
     "non_torch",
@@ -156,7 +159,7 @@ class PhasePlan(Record, frozen=True, kw_only=True):
     Attributes:
         backend: capture backend; `eager` has an empty ladder.
         ladder: ascending; the last bucket is the phase's maximum where the phase is captured.
-        request_slots: request slots of a prefill graph under the `full` backend, 0 elsewhere.
+        request_slots: request slots of a prefill graph that holds its attention (backend or variant `full`), else 0.
         padding_cap: a batch is replayed only if bucket <= size * (1 + padding_cap), compared in rows.
         eager_sizes: sizes up to the maximum that run eagerly although a bucket covers them, as [first, last] ranges.
     """
@@ -169,6 +172,11 @@ class PhasePlan(Record, frozen=True, kw_only=True):
     padding_cap: float | None = None
     eager_sizes: tuple[tuple[int, int], ...] = ()
     rejected: tuple[Rejection, ...] = ()
+
+    @property
+    def base_ladder(self) -> tuple[Bucket, ...]:
+        """The buckets that take every batch of their size: each size once."""
+        return tuple(bucket for bucket in self.ladder if is_base(bucket.variant))
 
 
 class LedgerRow(Record, frozen=True, kw_only=True):
@@ -249,6 +257,11 @@ def matched_part(machine: Fingerprint) -> dict[str, str | int]:
     """What of a machine must be the same where the plan is served, by field; versions are cut to major and minor."""
     exact = {name: getattr(machine, name) for name in MATCHED_FIELDS}
     return exact | {name: _major_minor(getattr(machine, name)) for name in MATCHED_VERSIONS}
+
+
+def is_base(variant: str) -> bool:
+    """Whether keys of a variant take every batch of their size."""
+    return variant in BASE_VARIANTS
 
 
 def bucket_key(phase: str, bucket: Bucket) -> str:

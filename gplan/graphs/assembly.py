@@ -19,13 +19,14 @@ from gplan.errors import CaptureError
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.capture import make_backend
-from gplan.graphs.capture.base import GraphDevice
+from gplan.graphs.capture.base import CaptureBackend, GraphDevice
 from gplan.graphs.decode import DecodeRunner
 from gplan.graphs.executor import Executor
-from gplan.graphs.forward import ForwardParts, forward_slots
+from gplan.graphs.forward import ForwardParts, draw_slots, forward_slots
 from gplan.graphs.guard import AddressGuard
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.sampling import Sampler
+from gplan.graphs.variants import FULL
 from gplan.kernels import kernels_class, make_kernels
 from gplan.kernels.base import KernelShape
 from gplan.memory.kv_pool import KVLayout, KVPool
@@ -90,7 +91,8 @@ def kernel_shape(
 
 def static_nbytes(shape: KernelShape) -> int:
     """Bytes of everything allocated once beside weights, workspace and KV pool."""
-    return StaticBuffers.nbytes(forward_slots(shape)) + Sampler.nbytes(shape.max_batch, shape.vocab_size)
+    slots = (*forward_slots(shape), *draw_slots(shape))
+    return StaticBuffers.nbytes(slots) + Sampler.nbytes(shape.max_batch, shape.vocab_size)
 
 
 def workspace_nbytes(name: str, shape: KernelShape) -> int:
@@ -115,6 +117,7 @@ def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Boo
         page_table=PageTable(limits.max_batch, shape.max_pages_per_request, limits.page_size),
         buffers=buffers,
         last_tokens=sampler.last_tokens,
+        draws=StaticBuffers(draw_slots(shape), device),
         limits=limits,
     )
     return parts, sampler
@@ -133,11 +136,19 @@ def attach(
     return Executor(
         graphs,
         parts,
-        DecodeRunner(parts, decode, make_backend(decode.backend, graphs, debug=debug)),
-        PrefillRunner(parts, prefill, make_backend(prefill.backend, graphs, debug=debug)),
+        DecodeRunner(parts, decode, make_backends(decode, graphs, debug=debug)),
+        PrefillRunner(parts, prefill, make_backends(prefill, graphs, debug=debug)),
         sampler,
         AddressGuard(),
     )
+
+
+def make_backends(setup: PhaseSetup, graphs: GraphDevice, *, debug: bool = False) -> dict[str, CaptureBackend]:
+    """Capture backends of a phase by variant; that of the empty name captures all variants that are not named."""
+    backends = {"": make_backend(setup.backend, graphs, debug=debug)}
+    if any(key.variant == FULL for key in setup.keys):
+        backends[FULL] = make_backend("full", graphs, debug=debug)
+    return backends
 
 
 def build(
@@ -171,7 +182,7 @@ class Captured:
 
 @torch.no_grad()
 def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
-    """Warms up and captures every key of both phases, largest first, then freezes the set.
+    """Warms up and captures every key of both phases in all variants, largest first, then freezes the set.
 
     Raises:
         CaptureError: a key could not be captured, or the last warm-up pass still made the allocator grow.
@@ -185,7 +196,7 @@ def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
             done.append(_capture_one(executor, key))
     progress("capture", len(keys), len(keys))
     for runner in (executor.decode, executor.prefill):
-        runner.backend.freeze()
+        runner.freeze()
     return tuple(done)
 
 
@@ -206,7 +217,6 @@ def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> No
 
 
 def _capture_one(executor: Executor, key: ShapeKey) -> Captured:
-
     device, started = executor.device, time.perf_counter()
     before = device.pool_nbytes()
     executor.runner(key.phase).capture(key)
@@ -218,6 +228,8 @@ def watch_addresses(executor: Executor) -> None:
     parts, guard = executor.parts, executor.guard
     for name in parts.buffers:
         guard.watch(f"buffer {name}", partial(parts.buffers.__getitem__, name))
+    for name in parts.draws:
+        guard.watch(f"buffer {name}", partial(parts.draws.__getitem__, name))
     for layer in range(len(parts.kv_pool.layers)):
         guard.watch(f"kv_pool keys {layer}", partial(_cache, parts.kv_pool, layer, 0))
         guard.watch(f"kv_pool values {layer}", partial(_cache, parts.kv_pool, layer, 1))

@@ -44,6 +44,8 @@ class StaticBuffers:
             self._tensors.update(pack.tensors)
         self._tensors = {name: self._tensors[name] for name in self.slots}
         self._staging = Staging(slots, packs) if device.type == "cuda" else None
+        self.num_writes = 0
+        """How often the host has written here: whoever wrote last knows that the contents are still its own."""
         # Of each slot that is filled once: rows that may hold something else than its value.
         self._used = {slot.name: 0 for slot in slots if isinstance(slot.padding, FillOnce)}
 
@@ -81,6 +83,7 @@ class StaticBuffers:
             ValueError: an unknown slot, a value of another shape or dtype, or no value for a slot that needs one. Slots
                 that are stale or filled once need none.
         """
+        self.num_writes += 1
         self._check_names(values, unread)
         sources = {name: self._checked(self.slots[name], value, real, padded) for name, value in values.items()}
         if self._staging is not None:
@@ -93,6 +96,7 @@ class StaticBuffers:
     def poison(self) -> None:
         """Fills every buffer with what must not be read: NaN, or the largest integer. For tests and receipts: after the
         next `fill`, only a tail that is never to be read still holds it."""
+        self.num_writes += 1
         for name, tensor in self._tensors.items():
             tensor.fill_(poison_of(tensor.dtype))
             if name in self._used:

@@ -1,22 +1,53 @@
-"""Decode: one token of each request, the vocabulary head inside the graph."""
+"""Decode: one token of each request, the vocabulary head in the graph; in some variants the choice of the token too.
+
+A graph that draws leaves everything as the next step of the same requests needs it: tokens, positions, KV locations,
+attention metadata, and with the positions what each row's next number is drawn from. So a step that goes on where the
+last one ended takes nothing from the host, until a request enters another page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gplan.core import DUMMY_ROW, Batch, Phase
+from gplan.core import DUMMY_ROW, Batch, Phase, Request, ShapeKey
+from gplan.graphs import variants
+from gplan.graphs.admission import PhaseSetup
+from gplan.graphs.capture.base import CaptureBackend
+from gplan.graphs.forward import DRAW_SLOTS, ForwardParts
 from gplan.graphs.runner import PhaseRunner
-from gplan.kernels.base import Attention, AttentionBatch
+from gplan.graphs.variants import SAMPLED, draw_of
+from gplan.kernels.base import Attention, AttentionBatch, SamplingInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inputs:
+    """What a graph leaves in the buffers: inputs of the same key, as long as nobody else writes there.
+
+    Attributes:
+        starts: position of each request's token.
+        num_writes: of the buffers, when they were filled last.
+    """
+
+    key: ShapeKey
+    requests: list[Request]
+    starts: list[int]
+    num_writes: int
 
 
 class DecodeRunner(PhaseRunner):
     """Sizes are requests. Input tokens are gathered on the device from each row's last token."""
 
     phase = Phase.DECODE
+
+    def __init__(self, parts: ForwardParts, setup: PhaseSetup, backends: Mapping[str, CaptureBackend]) -> None:
+        super().__init__(parts, setup, backends)
+        self._next: _Inputs | None = None
+        self.num_steps_without_input = 0
 
     def _make_attention(self, size: int, num_requests: int, *, in_graph: bool) -> Attention:
         return self.parts.kernels.decode_attention(size, in_graph=in_graph)
@@ -53,17 +84,77 @@ class DecodeRunner(PhaseRunner):
             )
         )
 
-    def _forward(self, size: int, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+    def draw(self, batch: Batch, key: ShapeKey) -> tuple[Tensor, Tensor]:
+        """Replays a graph that draws: logits [n, vocab] and tokens [n] int64, valid until the next step of either
+        runner. The rows' last tokens are these afterwards."""
+        logits, tokens = self._replay(batch, key)
+        return logits[: batch.num_requests], tokens[: batch.num_requests]
+
+    def _load_key(self, batch: Batch, key: ShapeKey) -> None:
+        if not draw_of(key):
+            super()._load_key(batch, key)
+            return
+        requests, starts = [c.request for c in batch.chunks], [c.start for c in batch.chunks]
+        if self._goes_on(key, requests, starts):
+            self.num_steps_without_input += 1
+        else:
+            super()._load_key(batch, key)
+            self._load_draws(requests, key)
+        # The graph is about to make the inputs of the step after this one.
+        self._next = _Inputs(key, requests, [start + 1 for start in starts], self._num_writes)
+
+    def _goes_on(self, key: ShapeKey, requests: list[Request], starts: list[int]) -> bool:
+        """Whether a graph that drew has left the inputs of just these tokens of these requests."""
+        ready = self._next
+        if ready is None or (ready.key, ready.num_writes) != (key, self._num_writes):
+            return False
+        tokens = self._attention_of(key).advance_tokens
+        return ready.requests == requests and ready.starts == starts and all(start % tokens for start in starts)
+
+    @property
+    def _num_writes(self) -> int:
+        return self.parts.buffers.num_writes + self.parts.draws.num_writes
+
+    def _load_draws(self, requests: list[Request], key: ShapeKey) -> None:
+        if draw_of(key) != SAMPLED:
+            return
+        vocab_size, all_params = self.parts.kernels.shape.vocab_size, [request.params for request in requests]
+        rows = [(p.temperature, p.top_k or vocab_size, p.top_p, p.min_p, p.seed) for p in all_params]
+        dtypes = (np.float32, np.int32, np.float32, np.float32, np.int64)
+        columns = zip(DRAW_SLOTS, dtypes, zip(*rows, strict=True), strict=True)
+        values = {name: np.array(column, dtype) for name, dtype, column in columns}
+        self.parts.draws.fill(values, real=len(requests), padded=key.size)
+
+    def _forward(self, size: int, variant: str, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, logits = parts.buffers.view("rows", size), parts.buffers.view("logits", size)
+        draw = self._draw_of(ShapeKey(self.phase, size, variant=variant), inputs.positions)
 
         def forward() -> tuple[Tensor, ...]:
             torch.index_select(parts.last_tokens, 0, rows, out=inputs.input_ids)
             parts.model.forward(parts.kernels, inputs)
             parts.model.head(parts.kernels, inputs.residual, logits)
-            return (logits,)
+            if draw is None:
+                return (logits,)
+            tokens = draw(logits)
+            parts.last_tokens.index_copy_(0, rows, tokens)
+            attention.advance(rows, inputs.positions, inputs.kv_slots)
+            return (logits, tokens)
 
         return forward
+
+    def _draw_of(self, key: ShapeKey, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """How the graph of a key chooses tokens; None where it does not."""
+        kernels, draws = self.parts.kernels, self.parts.draws
+        match draw_of(key):
+            case variants.GREEDY:
+                return lambda logits: logits.argmax(dim=-1)
+            case variants.SAMPLED:
+                heat, k, p, least, seed = (draws.view(name, key.size) for name in DRAW_SLOTS)
+                # A token is drawn by its own position, one after that of the token read.
+                return lambda logits: kernels.sample(logits, SamplingInputs(heat, k, p, least, seed, positions + 1))
+            case _:
+                return None
 
     def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
         return outputs[0][: batch.num_requests]

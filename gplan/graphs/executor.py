@@ -21,6 +21,7 @@ from gplan.graphs.guard import AddressGuard
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.runner import PhaseRunner
 from gplan.graphs.sampling import MAX_LOGPROBS, Sampler
+from gplan.graphs.variants import draw_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,11 @@ class Executor:
             self.guard.check(verdict.key)
         if batch.phase is Phase.DECODE:
             self.sampler.ensure_last_tokens(batch.chunks)
+        if verdict.key is not None and draw_of(verdict.key):
+            _, drawn = self.decode.draw(batch, verdict.key)
+            tokens = self.device.read_later(drawn)
+            self.sampler.note_drawn(batch.chunks)
+            return Step(batch, verdict.key, verdict.reason, launched_at, tokens, None)
         logits = runner.execute(batch, verdict)
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         if not sampling:
@@ -149,8 +155,8 @@ class Executor:
 
     def close(self) -> None:
         """Drops graphs and workspace; the executor is dead after it."""
-        self.decode.backend.close()
-        self.prefill.backend.close()
+        self.decode.close()
+        self.prefill.close()
         self.device.close()
 
 

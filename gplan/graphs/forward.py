@@ -9,12 +9,15 @@ from torch import Tensor
 
 from formats.plan import Limits
 from gplan.graphs.buffers import StaticBuffers
-from gplan.graphs.padding import STALE, ZERO
+from gplan.graphs.padding import SENTINEL, STALE, ZERO, Padding
 from gplan.graphs.slots import Slot
 from gplan.kernels.base import Kernels, KernelShape
 from gplan.memory.kv_pool import KVPool
 from gplan.memory.page_table import PageTable
 from gplan.models.base import Model
+
+DRAW_SLOTS = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Static buffers by row of what `SamplingInputs` holds, beside positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class ForwardParts:
 
     Attributes:
         last_tokens: [max_batch + 1] int64 by request row: decode's input.
+        draws: the buffers of `draw_slots`.
     """
 
     model: Model
@@ -31,6 +35,7 @@ class ForwardParts:
     page_table: PageTable
     buffers: StaticBuffers
     last_tokens: Tensor
+    draws: StaticBuffers
     limits: Limits
 
 
@@ -50,4 +55,14 @@ def forward_slots(shape: KernelShape) -> tuple[Slot, ...]:
         Slot("attn_q", heads, dtype, axis=0, padding=written_first),
         Slot("attn_out", heads, dtype, axis=0, padding=STALE("a padded row feeds padded rows only")),
         Slot("logits", (shape.max_batch, shape.vocab_size), dtype, axis=0, padding=written_first),
+    )
+
+
+def draw_slots(shape: KernelShape) -> tuple[Slot, ...]:
+    """How each row of a decode graph that draws is drawn. A padded row is greedy; its token goes to the dummy row."""
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
+    paddings: tuple[Padding, ...] = (ZERO, SENTINEL(1), SENTINEL(1), ZERO, ZERO)
+    return tuple(
+        Slot(name, (shape.max_batch,), dtype, axis=0, padding=padding)
+        for name, dtype, padding in zip(DRAW_SLOTS, dtypes, paddings, strict=True)
     )

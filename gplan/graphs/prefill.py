@@ -61,7 +61,7 @@ class PrefillRunner(PhaseRunner):
         )
         attention.prepare(_with_empty_slots(metadata, slots))
 
-    def _forward(self, size: int, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+    def _forward(self, size: int, variant: str, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, host_ids = parts.buffers.view("rows", size), parts.buffers.view("host_ids", size)
 

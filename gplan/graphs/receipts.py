@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,11 @@ from gplan.core import Batch, Phase, ShapeKey
 from gplan.errors import GplanError, VerificationError
 from gplan.graphs.admission import Verdict
 from gplan.graphs.executor import Executor
-from gplan.graphs.synthetic import BatchMaker
+from gplan.graphs.synthetic import DRAWN, GREEDY, BatchMaker
+from gplan.graphs.variants import SAMPLED, base_of, draw_of
+
+RUN_STEPS = 3
+"""Steps that follow each other, of which a graph that draws takes all but the first from where it left off."""
 
 
 @torch.no_grad()
@@ -23,40 +28,91 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
     made harmless, and is not, shows.
 
     Args:
-        batches: of at most the key's size.
+        batches: of at most the key's size. For a key that draws, as `compositions` gives them: steps that follow each
+            other come one after the other.
 
     Raises:
         VerificationError: a difference; names key, batch and first differing row.
         GplanError: the model itself gives what is not a number.
     """
-    runner, buffers = executor.runner(key.phase), executor.parts.buffers
+    if draw_of(key):
+        for run in _runs(batches):
+            _check_run(executor, key, run)
+        return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
+    runner = executor.runner(key.phase)
     for batch in batches:
         executor.sampler.ensure_last_tokens(batch.chunks)
-        buffers.poison()
-        expected = runner.execute_padded(batch, key).clone()
-        if not expected.isfinite().all():
-            raise GplanError(
-                f"key {key}: the model's own logits are not finite",
-                "Weights of the checkpoint are broken, or overflow in this dtype: try another --dtype.",
-            )
-        buffers.poison()
+        _poison(executor)
+        expected = _finite(key, runner.execute_padded(batch, key).clone())
+        _poison(executor)
         found = runner.execute(batch, Verdict(key))
         if not torch.equal(found, expected):
             raise _difference(key, batch, found, expected)
     return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
 
 
+def _check_run(executor: Executor, key: ShapeKey, run: Sequence[Batch]) -> None:
+    """Compares logits and tokens of steps that follow each other: drawn by replays of `key`, and outside of eager
+    forwards of the same padded shape. A draw that replay repeats, or an input that it does not advance, shows."""
+    decode, sampler = executor.decode, executor.sampler
+    base, expected = replace(key, variant=base_of(key.variant)), []
+    sampler.forget(run[0].chunks)
+    for batch in run:
+        sampler.ensure_last_tokens(batch.chunks)
+        _poison(executor)
+        logits = _finite(key, decode.execute_padded(batch, base).clone())
+        expected.append((logits, sampler.sample(logits, batch.chunks).tokens.clone()))
+    sampler.forget(run[0].chunks)
+    _poison(executor)
+    for batch, (logits, tokens) in zip(run, expected, strict=True):
+        sampler.ensure_last_tokens(batch.chunks)
+        found, drawn = decode.draw(batch, key)
+        if not torch.equal(found, logits):
+            raise _difference(key, batch, found, logits)
+        if not torch.equal(drawn, tokens):
+            raise _difference(key, batch, drawn[:, None], tokens[:, None])
+        sampler.note_drawn(batch.chunks)
+
+
+def _runs(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """Batches of the same requests together."""
+    runs: list[list[Batch]] = []
+    for batch in batches:
+        goes_on = runs and [c.request for c in runs[-1][-1].chunks] == [c.request for c in batch.chunks]
+        runs[-1].append(batch) if goes_on else runs.append([batch])
+    return runs
+
+
+def _poison(executor: Executor) -> None:
+    executor.parts.buffers.poison()
+    executor.parts.draws.poison()
+
+
+def _finite(key: ShapeKey, logits: Tensor) -> Tensor:
+    if not logits.isfinite().all():
+        raise GplanError(
+            f"key {key}: the model's own logits are not finite",
+            "Weights of the checkpoint are broken, or overflow in this dtype: try another --dtype.",
+        )
+    return logits
+
+
 def compositions(executor: Executor, key: ShapeKey, batches: BatchMaker) -> list[Batch]:
     """Batches that a key must get right: one row, about half of them, all; from nothing to the maximum length; prompts
-    from nothing and after cached tokens."""
+    from nothing and after cached tokens. For a graph that draws, several steps of each."""
     limits, pages = executor.parts.limits, executor.parts.kv_pool.num_pages - 1
-    deepest = limits.max_len - 1
     if key.phase is Phase.DECODE:
+        room = min(limits.max_len - 1, pages // key.size * limits.page_size)
+        steps = max(1, min(RUN_STEPS, room)) if draw_of(key) else 1
+        deepest = limits.max_len - steps
         half = (key.size + 1) // 2
         # Requests that shared a page would overwrite each other's tokens, in an order that nobody knows.
-        fitting = min(deepest, pages // key.size * limits.page_size - 1)
+        fitting = min(deepest, pages // key.size * limits.page_size - steps)
         cases = {(1, 0), (1, deepest), (half, min(limits.page_size - 1, fitting)), (key.size, max(0, fitting))}
-        return [batches.decode(size, context) for size, context in sorted(cases)]
+        params = DRAWN if draw_of(key) == SAMPLED else GREEDY
+        wanted = [(size, max(0, context)) for size, context in sorted(cases)]
+        return [batch for size, context in wanted for batch in batches.decode_run(size, context, steps, params)]
+    deepest = limits.max_len - 1
     slots = min(executor.prefill.setup.request_slots or limits.max_batch, key.size)
     cached = max(0, min(limits.page_size + 3, deepest - 1 - -(-key.size // slots)))
     return [batches.prefill(1), batches.prefill(key.size), batches.ragged(max(1, key.size - 1), slots, cached)]

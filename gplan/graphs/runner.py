@@ -7,7 +7,7 @@ backend's name and no kernel set's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,15 +22,19 @@ from gplan.models.base import ForwardInputs
 
 
 class PhaseRunner(ABC):
-    """Runs the batches of one phase, replayed where a key admits them and eagerly elsewhere, with the same result."""
+    """Runs the batches of one phase, replayed where a key admits them and eagerly elsewhere, with the same result.
+
+    Args:
+        backends: by variant; that of the empty name captures all variants that are not named.
+    """
 
     phase: ClassVar[Phase]
 
-    def __init__(self, parts: ForwardParts, setup: PhaseSetup, backend: CaptureBackend) -> None:
+    def __init__(self, parts: ForwardParts, setup: PhaseSetup, backends: Mapping[str, CaptureBackend]) -> None:
         assert setup.phase is self.phase
-        self.parts, self.setup, self.backend = parts, setup, backend
+        self.parts, self.setup, self._backends = parts, setup, dict(backends)
         self._admission = Admission(setup)
-        self._attentions: dict[ShapeKey, Attention] = {}
+        self._attentions: dict[tuple[int, int], Attention] = {}
         self._forwards: dict[ShapeKey, Callable[[], tuple[Tensor, ...]]] = {}
         self._eager_attention = self._make_attention(setup.max_size, self._max_requests, in_graph=False)
 
@@ -48,8 +52,8 @@ class PhaseRunner(ABC):
         """As `_load`, with padding alone."""
 
     @abstractmethod
-    def _forward(self, size: int, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
-        """The computation over the first `size` rows of the static buffers."""
+    def _forward(self, size: int, variant: str, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+        """The computation over the first `size` rows of the static buffers; `variant` is empty for eager steps."""
 
     @abstractmethod
     def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
@@ -60,6 +64,14 @@ class PhaseRunner(ABC):
         return self.parts.limits.max_batch
 
     # What both share --------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> CaptureBackend:
+        """Of the base keys."""
+        return self._backends[""]
+
+    def backend_of(self, key: ShapeKey) -> CaptureBackend:
+        return self._backends.get(key.variant, self.backend)
 
     def can_run(self, batch: Batch) -> Verdict:
         """The key that would be replayed, or the reason for running eagerly. Depends on the batch's sizes alone."""
@@ -77,14 +89,13 @@ class PhaseRunner(ABC):
         key = (verdict or self.can_run(batch)).key
         if key is None:
             self._load(batch, batch.size, self._eager_attention, slots=0)
-            return self._logits(batch, self._forward(batch.size, self._eager_attention)())
-        self._load(batch, key.size, self._attention_of(key), slots=self._slots_of(key))
-        return self._logits(batch, self.backend.replay(key))
+            return self._logits(batch, self._forward(batch.size, "", self._eager_attention)())
+        return self._logits(batch, self._replay(batch, key))
 
     def execute_padded(self, batch: Batch, key: ShapeKey) -> Tensor:
         """As a replay of `key`, but running its forward eagerly: what the replay must equal to the bit."""
-        self._load(batch, key.size, self._attention_of(key), slots=self._slots_of(key))
-        return self._logits(batch, self._forwards[key]())
+        self._load_key(batch, key)
+        return self._logits(batch, self._forward_of(key)())
 
     def warm_up(self, key: ShapeKey) -> None:
         """Runs a key's forward on padding alone, so that what compiles or loads does so before capture."""
@@ -95,30 +106,48 @@ class PhaseRunner(ABC):
         """Captures one key of the setup, on padding alone."""
         assert key in self.setup.keys, key
         self._load_dummy(key.size, self._attention_of(key), slots=self._slots_of(key))
-        self.backend.capture(key, self._forward_of(key), len(self.parts.kv_pool.layers))
+        self.backend_of(key).capture(key, self._forward_of(key), len(self.parts.kv_pool.layers))
 
     def tensors(self, key: ShapeKey) -> Iterator[tuple[str, Tensor]]:
         """Named tensors, beside the shared ones, that the graph of `key` refers to."""
-        yield from self.backend.tensors(key)
+        yield from self.backend_of(key).tensors(key)
         for name, tensor in self._attention_of(key).tensors():
             yield f"attention.{name}", tensor
 
+    def freeze(self) -> None:
+        """Ends capturing for good."""
+        for backend in self._backends.values():
+            backend.freeze()
+
+    def close(self) -> None:
+        """Drops every graph."""
+        for backend in self._backends.values():
+            backend.close()
+
+    def _replay(self, batch: Batch, key: ShapeKey) -> tuple[Tensor, ...]:
+        self._load_key(batch, key)
+        return self.backend_of(key).replay(key)
+
+    def _load_key(self, batch: Batch, key: ShapeKey) -> None:
+        """Gives the graph of `key` its inputs."""
+        self._load(batch, key.size, self._attention_of(key), slots=self._slots_of(key))
+
     def _attention_of(self, key: ShapeKey) -> Attention:
-        if self.backend.cuts_at_breaks:
+        if self.backend_of(key).cuts_at_breaks:
             return self._eager_attention
-        if key not in self._attentions:
-            slots = self._slots_of(key) or self._max_requests
-            self._attentions[key] = self._make_attention(key.size, slots, in_graph=True)
-        return self._attentions[key]
+        slots = self._slots_of(key) or self._max_requests
+        if (key.size, slots) not in self._attentions:
+            self._attentions[key.size, slots] = self._make_attention(key.size, slots, in_graph=True)
+        return self._attentions[key.size, slots]
 
     def _forward_of(self, key: ShapeKey) -> Callable[[], tuple[Tensor, ...]]:
         if key not in self._forwards:
-            self._forwards[key] = self._forward(key.size, self._attention_of(key))
+            self._forwards[key] = self._forward(key.size, key.variant, self._attention_of(key))
         return self._forwards[key]
 
     def _slots_of(self, key: ShapeKey) -> int:
         """Request slots that the metadata of a key is padded to; 0 for none."""
-        return 0 if self.backend.cuts_at_breaks else min(self.setup.request_slots, key.size)
+        return 0 if self.backend_of(key).cuts_at_breaks else min(self.setup.request_slots, key.size)
 
     def _inputs(self, size: int, attention: Attention) -> ForwardInputs:
         buffers = self.parts.buffers

@@ -93,6 +93,16 @@ class Sampler:
         for chunk in stale:
             self._held[chunk.request.row] = (chunk.request, chunk.start)
 
+    def note_drawn(self, chunks: Sequence[Chunk]) -> None:
+        """Takes note that a graph drew the token after each chunk and put it where its row's last is."""
+        for chunk in chunks:
+            self._held[chunk.request.row] = (chunk.request, chunk.end)
+
+    def forget(self, chunks: Sequence[Chunk]) -> None:
+        """Takes the rows' last tokens for unknown, so that they come from the host again."""
+        for chunk in chunks:
+            self._held[chunk.request.row] = (None, 0)
+
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> Draw:
         """Draws the token after each chunk and keeps it as its row's last.
 
@@ -110,8 +120,7 @@ class Sampler:
             inputs = SamplingInputs(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seed, positions)
             tokens = self._kernels.sample(adjusted, inputs)
         self.last_tokens.index_copy_(0, group.rows, tokens)
-        for chunk in chunks:
-            self._held[chunk.request.row] = (chunk.request, chunk.end)
+        self.note_drawn(chunks)
         if group.penalties:
             self._counts.index_put_((group.rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
         return Draw(tokens, _logprobs(logits, tokens) if group.wants_logprobs else None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from formats.plan import Limits
 from gplan.core import Batch, Chunk, Phase, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=17)
 EVERYTHING = SamplingParams(
     max_tokens=1,
     temperature=0.7,
@@ -36,6 +39,15 @@ class BatchMaker:
         self._next_page = 1
         return Batch(Phase.DECODE, tuple(self._chunk(row, context, 1, params) for row in range(1, size + 1)))
 
+    def decode_run(self, size: int, context: int, steps: int, params: SamplingParams = GREEDY) -> list[Batch]:
+        """Decode steps that follow each other: `size` requests that add the tokens from position `context` on, each
+        with a seed of its own."""
+        self._next_page = 1
+        last = [self._chunk(row, context + steps - 1, 1, _seeded(params, row)) for row in range(1, size + 1)]
+        return [
+            Batch(Phase.DECODE, tuple(self._earlier(chunk, context + step) for chunk in last)) for step in range(steps)
+        ]
+
     def prefill(self, size: int, cached: int = 0, params: SamplingParams = GREEDY) -> Batch:
         """As few requests as `size` new tokens take at the maximum length, each after `cached` cached tokens."""
         self._next_page = 1
@@ -62,7 +74,16 @@ class BatchMaker:
         pages = tuple(self._take_page() for _ in range(-(-end // self._limits.page_size)))
         return Chunk(request, start, length, pages, samples=True)
 
+    def _earlier(self, chunk: Chunk, start: int) -> Chunk:
+        """The step of the same request that adds the token at `start`."""
+        num_pages = start // self._limits.page_size + 1
+        return Chunk(chunk.request, start, 1, chunk.pages[:num_pages], samples=True)
+
     def _take_page(self) -> int:
         page = self._next_page
         self._next_page = page % (self._num_pages - 1) + 1
         return page
+
+
+def _seeded(params: SamplingParams, row: int) -> SamplingParams:
+    return replace(params, seed=params.seed + row) if params.temperature else params

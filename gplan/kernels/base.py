@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gplan.errors import UnsupportedError
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -97,6 +99,29 @@ class Attention(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Named device tensors a graph that ran this attention refers to, for the guard."""
+
+    advance_tokens: int = 0
+    """`advance` gives what `prepare` would, to the bit, until a request's length passes a multiple of this; it divides
+    the page size. 0: the host decides the metadata at each step."""
+
+    def advance(self, rows: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Makes metadata, positions and KV locations those of the next token of the same requests, by device operations
+        alone: so a graph can hold it, and `prepare` is left out where only that has changed.
+
+        For attention whose metadata grow by counting. What a host decides anew at each step (FlashInfer's plan) would
+        stay as captured, and be silently wrong.
+
+        Args:
+            rows: [n] int64 request rows; padding (the dummy row) stands still.
+            positions, kv_slots: [n] int64, changed in place.
+
+        Raises:
+            UnsupportedError: the host decides this attention's metadata.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__}: its metadata are decided on the host at each step",
+            "Prepare it outside the graph before every replay.",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import gplan.kernels.paged_attention  # noqa: F401  (defines the operators)
+from gplan.core import DUMMY_ROW
 from gplan.kernels.base import Attention, AttentionBatch, IntArray, KernelShape
 
 
@@ -19,6 +20,7 @@ class PageListBuffers:
         self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_last_page_len = (
             torch.zeros(size, dtype=torch.int32, device=shape.device) for size in self._sizes(shape)
         )
+        self.page_size = shape.page_size
 
     @staticmethod
     def nbytes(shape: KernelShape) -> int:
@@ -51,6 +53,7 @@ class ReferenceAttention(Attention):
     def __init__(self, buffers: PageListBuffers, num_requests: int, *, in_graph: bool, decode: bool) -> None:
         assert 0 < num_requests <= len(buffers.kv_last_page_len), "more requests than the kernel set is sized for"
         self._buffers, self._most, self._in_graph, self._decode = buffers, num_requests, in_graph, decode
+        self.advance_tokens = buffers.page_size if decode else 0
         self._select(num_requests)
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -73,6 +76,14 @@ class ReferenceAttention(Attention):
         yield "kv_indptr", buffers.kv_indptr
         yield "kv_indices", buffers.kv_indices
         yield "kv_last_page_len", buffers.kv_last_page_len
+
+    def advance(self, rows: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        if not self._decode:
+            super().advance(rows, positions, kv_slots)
+        step = (rows != DUMMY_ROW).to(torch.int64)
+        positions.add_(step)
+        kv_slots.add_(step)
+        self._kv_lists[2].add_(step.to(torch.int32))
 
     def _select(self, num_requests: int) -> None:
         buffers = self._buffers

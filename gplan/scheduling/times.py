@@ -107,9 +107,9 @@ def times_of_plan(plan: PhasePlan, *, cached_us: float = 0.0, context: int = 0) 
         )
     return phase_times(
         plan.max_size,
-        [bucket.size for bucket in plan.ladder],
-        {bucket.size: bucket.graph.median_us for bucket in plan.ladder if bucket.graph is not None},
-        {bucket.size: bucket.eager.median_us for bucket in plan.ladder},
+        [bucket.size for bucket in plan.base_ladder],
+        {bucket.size: bucket.graph.median_us for bucket in plan.base_ladder if bucket.graph is not None},
+        {bucket.size: bucket.eager.median_us for bucket in plan.base_ladder},
         padding_cap=plan.padding_cap,
         eager_sizes=plan.eager_sizes,
         request_slots=plan.request_slots,

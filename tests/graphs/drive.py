@@ -28,14 +28,20 @@ def limits_of(**changes: int) -> Limits:
 
 
 def setup_of(
-    phase: Phase, backend: BackendName, sizes: Sequence[int], limits: Limits, request_slots: int = 4
+    phase: Phase,
+    backend: BackendName,
+    sizes: Sequence[int],
+    limits: Limits,
+    request_slots: int = 4,
+    variants: Sequence[str] = (),
 ) -> PhaseSetup:
+    keys = tuple(ShapeKey(phase, size, variant=variant) for size in sizes for variant in ("", *sorted(variants)))
     return PhaseSetup(
         phase=phase,
         backend=backend,
-        keys=() if backend == "eager" else tuple(ShapeKey(phase, size) for size in sizes),
+        keys=() if backend == "eager" else keys,
         max_size=limits.max_batch if phase is Phase.DECODE else limits.chunk,
-        request_slots=request_slots if phase is Phase.PREFILL and backend == "full" else 0,
+        request_slots=request_slots if phase is Phase.PREFILL and "full" in (backend, *variants) else 0,
     )
 
 
@@ -48,6 +54,8 @@ def make_executor(
     num_pages: int = 400,
     decode_ladder: Sequence[int] = DECODE_LADDER,
     prefill_ladder: Sequence[int] = PREFILL_LADDER,
+    decode_variants: Sequence[str] = (),
+    prefill_variants: Sequence[str] = (),
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     kernels: str = "reference",
@@ -66,8 +74,8 @@ def make_executor(
         limits=limits,
         num_kv_pages=num_pages,
         activation_reserve=1 << 20,
-        decode=setup_of(Phase.DECODE, decode, decode_ladder, limits),
-        prefill=setup_of(Phase.PREFILL, prefill, prefill_ladder, limits),
+        decode=setup_of(Phase.DECODE, decode, decode_ladder, limits, variants=decode_variants),
+        prefill=setup_of(Phase.PREFILL, prefill, prefill_ladder, limits, variants=prefill_variants),
         debug_graphs=debug_graphs,
     )
     executor = build(model, spec, config, graphs, lambda row, nbytes: None, lambda stage, done, total: None)

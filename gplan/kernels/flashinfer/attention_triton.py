@@ -160,3 +160,23 @@ def _merge(
     result = acc / total[:, None]
     target = out + (first_row + group)[:, None] * D + dims[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=in_group[:, None])
+
+
+@triton.jit
+def advance_kernel(rows, positions, kv_slots, items, item_indptr, NUM_ROWS, NUM_ITEMS, BLOCK: tl.constexpr):
+    """Grid (blocks of rows and items): every request's position, KV location and last item by one token further; those
+    of the dummy row, 0, stand still."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = at < NUM_ROWS
+    live = (tl.load(rows + at, mask=is_row, other=0) != 0).to(tl.int64)
+    tl.store(positions + at, tl.load(positions + at, mask=is_row, other=0) + live, mask=is_row)
+    tl.store(kv_slots + at, tl.load(kv_slots + at, mask=is_row, other=0) + live, mask=is_row)
+
+    is_item = at < NUM_ITEMS
+    request = tl.load(items + at * 4, mask=is_item, other=-1)
+    is_work = request >= 0
+    last = tl.load(item_indptr + request + 1, mask=is_work, other=0) - 1
+    part = tl.load(items + at * 4 + 3, mask=is_work, other=-2)
+    grows = is_work & (part == last) & (tl.load(rows + request, mask=is_work, other=0) != 0)
+    end = tl.load(items + at * 4 + 2, mask=grows, other=0)
+    tl.store(items + at * 4 + 2, end + 1, mask=grows)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from gplan.errors import CaptureError
 from gplan.kernels.base import Attention, AttentionBatch, IntArray, KernelShape
-from gplan.kernels.flashinfer.attention_triton import decode_attention_kernel
-from gplan.kernels.flashinfer.work_items import NO_WORK, work_items
+from gplan.kernels.flashinfer.attention_triton import advance_kernel, decode_attention_kernel
+from gplan.kernels.flashinfer.work_items import CUT_STEP, NO_WORK, work_items
 from gplan.kernels.flashinfer.workspace import Staging, Workspace, decode_items, decode_lanes, group_padded
+
+_ADVANCE_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class DecodeAttention(Attention):
         self._scale_log2 = math.log2(math.e) / math.sqrt(shape.head_dim)
         self._lanes = decode_lanes(shape)
         self._num_items = decode_items(shape, num_requests)
+        # Where contexts are cut depends on their lengths in cut steps alone.
+        self.advance_tokens = math.gcd(shape.page_size, CUT_STEP)
 
     def prepare(self, batch: AttentionBatch) -> None:
         n = batch.num_requests
@@ -127,6 +131,21 @@ class DecodeAttention(Attention):
             PDL=self._pdl,
             num_warps=tuning.warps,
             launch_pdl=self._pdl,
+        )
+
+    def advance(self, rows: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Of each request the last item grows by a token; which items are the last does not change within a page."""
+        n, lists = len(rows), self._lists
+        advance_kernel[(-(-max(n, self._num_items) // _ADVANCE_BLOCK),)](
+            rows,
+            positions,
+            kv_slots,
+            lists.items,
+            lists.item_indptr,
+            n,
+            self._num_items,
+            BLOCK=_ADVANCE_BLOCK,
+            num_warps=4,
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
