@@ -8,7 +8,7 @@ import msgspec
 from cli.parameters import plan_argument
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.plan import Plan, plan_id
+from formats.plan import Bucket, PhasePlan, Plan, bucket_key, is_base, plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import Admission, PhaseSetup
@@ -22,6 +22,21 @@ REASONS = {
 }
 
 
+TAKES = {
+    "greedy": "whose requests are all greedy",
+    "sampled": "whose requests are drawn without penalties, biases or log probabilities",
+    "full": "of at most {slots} requests",
+}
+
+
+class VariantView(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph of the same bucket for some of its batches. `step_us` is None where the plan holds no time of it."""
+
+    key: str
+    takes: str
+    step_us: float | None
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch of one size gets.
 
@@ -31,6 +46,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         step_us: expected time of the step; None where the plan holds no times.
         padding_us: of it, beyond a replay at the exact size, were that a bucket.
         alternative: the other way to run it, and its expected time.
+        variants: graphs that replace the key's for some batches.
     """
 
     plan_id: str
@@ -43,6 +59,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     padding_us: float
     alternative: str
     alternative_us: float | None
+    variants: tuple[VariantView, ...] = ()
 
 
 @click.command()
@@ -78,10 +95,10 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
             f"--size {size}: no {phase} step has more than {part.max_size} {unit}", "Ask for a size up to that."
         )
     verdict = Admission(PhaseSetup.from_plan(part)).at(size)
-    graph_us = {bucket.size: bucket.graph.median_us for bucket in part.ladder if bucket.graph is not None}
-    eager_us = {bucket.size: bucket.eager.median_us for bucket in part.ladder}
+    graph_us = {bucket.size: bucket.graph.median_us for bucket in part.base_ladder if bucket.graph is not None}
+    eager_us = {bucket.size: bucket.eager.median_us for bucket in part.base_ladder}
     eager = interpolate(eager_us, size) if eager_us else None
-    above = next((bucket.size for bucket in part.ladder if bucket.size >= size), None)
+    above = next((bucket.size for bucket in part.base_ladder if bucket.size >= size), None)
     if verdict.key is None:
         return Explanation(
             plan_id=plan_id(plan),
@@ -107,7 +124,18 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
         padding_us=max(0.0, graph_us[bucket] - interpolate(graph_us, size)),
         alternative="eager",
         alternative_us=eager,
+        variants=tuple(_variant(part, other) for other in part.ladder if other.size == bucket and _is_special(other)),
     )
+
+
+def _is_special(bucket: Bucket) -> bool:
+    return not is_base(bucket.variant)
+
+
+def _variant(phase: PhasePlan, bucket: Bucket) -> VariantView:
+    takes = TAKES[bucket.variant.rpartition("+")[2]].format(slots=phase.request_slots)
+    step_us = None if bucket.graph is None else bucket.graph.median_us
+    return VariantView(key=bucket_key(phase.phase, bucket), takes=takes, step_us=step_us)
 
 
 def _reason(plan: Plan, phase: str, reason: str) -> str:
@@ -123,6 +151,9 @@ def _page(view: Explanation) -> list[str]:
     if view.key:
         lines.append(f"  is replayed from {view.key}, {view.padding_rows} rows of padding")
         lines.append(f"  expected to take {view.step_us:.0f} µs, {view.padding_us:.0f} µs of it for padding")
+        for variant in view.variants:
+            time = "" if variant.step_us is None else f", {variant.step_us:.0f} µs"
+            lines.append(f"  a batch {variant.takes}: {variant.key}{time}")
     else:
         lines.append(f"  runs eagerly: {view.reason}")
         if view.step_us is not None:

@@ -128,7 +128,7 @@ def _timing(timing: Timing) -> tuple[str, str]:
 
 
 def _drawing(phase: PhasePlan, steps: tuple[tuple[int, int], ...], unit: str) -> Iterator[str]:
-    bars, marks, labels = draw_ladder(steps, [bucket.size for bucket in phase.ladder], phase.max_size)
+    bars, marks, labels = draw_ladder(steps, [bucket.size for bucket in phase.base_ladder], phase.max_size)
     yield f"steps    {bars}"
     if phase.ladder:
         yield f"buckets  {marks}"

@@ -142,7 +142,7 @@ def _summary(view: PlanView) -> str:
 def _phase(phase: PhasePlan, unit: str) -> str:
     if not phase.ladder:
         return f"{phase.backend}, up to {phase.max_size} {unit}"
-    return f"{phase.backend}, {len(phase.ladder)} buckets up to {phase.max_size} {unit}"
+    return f"{phase.backend}, {len(phase.base_ladder)} buckets up to {phase.max_size} {unit}"
 
 
 def _checkpoint_flag(checkpoint: str) -> str:

@@ -18,6 +18,7 @@ class Outcome(msgspec.Struct, frozen=True, order=True):
 
     phase: str
     bucket: int
+    variant: str
     reason: str
     steps: int
 
@@ -47,7 +48,8 @@ def read_replays(metrics: Iterable[Metric]) -> Replays:
             labels = sample.labels
             if sample.name == f"{STEPS}_total":
                 bucket = int(labels["bucket"] or 0)
-                outcomes.append(Outcome(labels["phase"], bucket, labels["reason"], int(sample.value)))
+                outcome = (labels["phase"], bucket, labels.get("variant", ""), labels["reason"])
+                outcomes.append(Outcome(*outcome, int(sample.value)))
             elif sample.name == f"{PADDING}_total":
                 padding[labels["phase"]] = int(sample.value)
     return Replays(tuple(sorted(outcomes)), padding)
@@ -58,7 +60,7 @@ def replays_table(replays: Replays) -> list[str]:
     rows = [
         (
             outcome.phase,
-            f"replayed, bucket {outcome.bucket}" if outcome.bucket else f"eager: {outcome.reason}",
+            _how(outcome),
             str(outcome.steps),
         )
         for outcome in replays.outcomes
@@ -68,3 +70,9 @@ def replays_table(replays: Replays) -> list[str]:
         *columns(("phase", "how", "steps"), rows, left=2),
         f"{replays.replayed} of {replays.total} steps replayed; padding rows: {padding or 'none'}",
     ]
+
+
+def _how(outcome: Outcome) -> str:
+    if not outcome.bucket:
+        return f"eager: {outcome.reason}"
+    return f"replayed, bucket {outcome.bucket}" + (f", {outcome.variant}" if outcome.variant else "")

@@ -133,7 +133,7 @@ def _phase(report: PhaseReport, plan: PhasePlan, unit: str) -> Iterator[str]:
         f"padding {count(report.padding_rows, 'row')}, {short(report.padding_ms)} ms"
     )
     if report.steps:
-        bars, marks, labels = draw_ladder(report.steps, [bucket.size for bucket in plan.ladder], plan.max_size)
+        bars, marks, labels = draw_ladder(report.steps, [bucket.size for bucket in plan.base_ladder], plan.max_size)
         yield f"steps    {bars}"
         yield f"buckets  {marks}"
         yield f"{unit:8} {labels}"

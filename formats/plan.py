@@ -22,6 +22,9 @@ BackendName = Literal["full", "breakable", "piecewise", "eager"]
 BASE_VARIANTS = ("", "compiled")
 """Variants of a bucket that take every batch of its size; a bucket has exactly one of them."""
 
+DRAW_VARIANTS = ("greedy", "sampled")
+"""Variants of decode that choose the tokens: on their own, or after a base variant and `+`."""
+
 LEDGER_ROWS = (
     "weights",
     "non_torch",
@@ -172,6 +175,11 @@ class PhasePlan(Record, frozen=True, kw_only=True):
     padding_cap: float | None = None
     eager_sizes: tuple[tuple[int, int], ...] = ()
     rejected: tuple[Rejection, ...] = ()
+
+    @property
+    def slot_limit(self) -> int:
+        """Requests of a step at most for it to be replayed at all; 0 for no limit."""
+        return self.request_slots if self.backend == "full" else 0
 
     @property
     def base_ladder(self) -> tuple[Bucket, ...]:

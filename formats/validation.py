@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from formats.errors import InconsistentError
-from formats.plan import LEDGER_ROWS, Bucket, PhasePlan, Plan, bucket_key
+from formats.plan import BASE_VARIANTS, DRAW_VARIANTS, LEDGER_ROWS, Bucket, PhasePlan, Plan, bucket_key
 
 _HINT = "Make the plan again: gplan plan CHECKPOINT -o FILE"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -155,6 +155,7 @@ def _phase(phase: PhasePlan, name: str, maximum: int, maximum_path: str, plan: P
     if phase.max_size != maximum:
         yield f"{name}.max_size", f"{phase.max_size} is not {maximum_path} {maximum}"
     yield from _ladder(phase, name)
+    yield from _variants(phase, name)
     yield from _slots(phase, name, plan.limits.max_batch)
     yield from _eager_sizes(phase, f"{name}.eager_sizes")
     rejected = [rejection.backend for rejection in phase.rejected]
@@ -192,8 +193,31 @@ def _order(bucket: Bucket) -> tuple[int, int, str]:
     return bucket.size, bucket.width, bucket.variant
 
 
+def _variants(phase: PhasePlan, name: str) -> Iterator[Problem]:
+    bases = [(bucket.size, bucket.width) for bucket in phase.base_ladder]
+    for index, bucket in enumerate(phase.ladder):
+        path, shape = f"{name}.ladder[{index}].variant", (bucket.size, bucket.width)
+        if not _may_have(phase, bucket.variant):
+            yield path, f"{bucket.variant!r} is no variant of {name} captured with {phase.backend}"
+        elif bases.count(shape) != 1:
+            found = "none" if shape not in bases else "more than one"
+            yield path, f"of a bucket of {bucket.size} exactly one variant takes every batch; there is {found}"
+
+
+def _may_have(phase: PhasePlan, variant: str) -> bool:
+    base, _, special = variant.rpartition("+")
+    if special in BASE_VARIANTS:
+        return not base and (not special or phase.backend != "piecewise")
+    if base not in BASE_VARIANTS:
+        return False
+    if special in DRAW_VARIANTS:
+        return phase.phase == "decode" and phase.backend == "full"
+    return special == "full" and not base and phase.phase == "prefill" and phase.backend in ("breakable", "piecewise")
+
+
 def _slots(phase: PhasePlan, name: str, max_batch: int) -> Iterator[Problem]:
-    wanted = name == "prefill" and phase.backend == "full"
+    holds_attention = phase.backend == "full" or any(bucket.variant == "full" for bucket in phase.ladder)
+    wanted = name == "prefill" and holds_attention
     if wanted and not 1 <= phase.request_slots <= max_batch:
         yield f"{name}.request_slots", f"{phase.request_slots} is outside 1 to max_batch {max_batch}"
     if not wanted and phase.request_slots:

@@ -33,6 +33,11 @@ class PhaseSetup:
     padding_cap: float | None = None
     eager_sizes: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def slot_limit(self) -> int:
+        """Requests of a step at most for it to be replayed at all; 0 for no limit."""
+        return self.request_slots if self.backend == "full" else 0
+
     @staticmethod
     def from_plan(plan: PhasePlan) -> PhaseSetup:
         phase = Phase(plan.phase)
@@ -80,7 +85,7 @@ class Admission:
             special = self._verdicts.get((verdict.key.size, wanted))
             if special is not None:
                 return special
-        if self._setup.backend == "full" and 0 < self._setup.request_slots < batch.num_requests:
+        if 0 < self._setup.slot_limit < batch.num_requests:
             return Verdict(None, "request_slots")
         return verdict
 

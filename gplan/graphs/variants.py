@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from functools import cache
 
-from formats.plan import is_base
+from formats.plan import DRAW_VARIANTS, is_base
 from gplan.core import Batch, SamplingParams, ShapeKey
 
 FULL = "full"
 """Prefill with its attention in the graph and a fixed number of request slots, where the base is cut at attention."""
-GREEDY = "greedy"
-"""Decode that takes each row's likeliest token and makes the inputs of the next step."""
-SAMPLED = "sampled"
-"""As `greedy`, drawing by temperature, top-k, top-p and min-p with each row's seed."""
-DRAWS = (GREEDY, SAMPLED)
+GREEDY, SAMPLED = DRAW_VARIANTS
+"""Decode that takes each row's likeliest token, or draws by temperature, top-k, top-p and min-p with each row's seed.
+Both make the inputs of the next step."""
 
 
 @cache
 def draw_of(key: ShapeKey) -> str:
     """`greedy` or `sampled` where the graph of a key chooses the tokens itself, else empty."""
-    return next((part for part in key.variant.split("+") if part in DRAWS), "")
+    return next((part for part in key.variant.split("+") if part in DRAW_VARIANTS), "")
 
 
 def draw_wanted(batch: Batch) -> str:
@@ -43,7 +41,7 @@ def with_part(variant: str, part: str) -> str:
 
 def base_of(variant: str) -> str:
     """The base variant that `with_part` made a variant of."""
-    return "+".join(part for part in variant.split("+") if part not in (FULL, *DRAWS))
+    return "+".join(part for part in variant.split("+") if part not in (FULL, *DRAW_VARIANTS))
 
 
 def base_keys(keys: tuple[ShapeKey, ...]) -> tuple[ShapeKey, ...]:

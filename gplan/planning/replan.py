@@ -119,7 +119,7 @@ def _figures(phase: PhasePlan, known: PhaseFigures | None = None) -> PhaseFigure
     Raises:
         GplanError: the phase runs eagerly, or a bucket was not measured.
     """
-    plain = tuple(bucket for bucket in phase.ladder if bucket.width == 1 and not bucket.variant)
+    plain = tuple(bucket for bucket in phase.base_ladder if bucket.width == 1)
     setup = PhaseSetup.from_plan(msgspec.structs.replace(phase, ladder=plain))
     if known is not None:
         return PhaseFigures(setup, known.buckets, known.eager)

@@ -70,7 +70,7 @@ class PhaseFigures:
             self.eager_us,
             padding_cap=setup.padding_cap,
             eager_sizes=setup.eager_sizes,
-            request_slots=setup.request_slots,
+            request_slots=setup.slot_limit,
         )
 
 

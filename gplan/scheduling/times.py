@@ -112,7 +112,7 @@ def times_of_plan(plan: PhasePlan, *, cached_us: float = 0.0, context: int = 0) 
         {bucket.size: bucket.eager.median_us for bucket in plan.base_ladder},
         padding_cap=plan.padding_cap,
         eager_sizes=plan.eager_sizes,
-        request_slots=plan.request_slots,
+        request_slots=plan.slot_limit,
         cached_us=cached_us,
         context=context,
     )

@@ -50,7 +50,7 @@ class Metrics:
         self.steps = Counter(
             "gplan_steps",
             "Steps by outcome: replayed from a bucket, or eager for a reason.",
-            ["phase", "outcome", "bucket", "reason"],
+            ["phase", "outcome", "bucket", "variant", "reason"],
             registry=registry,
         )
         self.padding_rows = Counter(
@@ -71,10 +71,10 @@ class Metrics:
         self._known_preemptions = step.preemptions
         self.step_seconds.labels(step.phase).observe(step.elapsed_s)
         if not step.key:
-            self.steps.labels(step.phase, "eager", "", step.reason).inc()
+            self.steps.labels(step.phase, "eager", "", "", step.reason).inc()
             return
         bucket = step.size + step.padding_rows
-        self.steps.labels(step.phase, self._replayed, str(bucket), "").inc()
+        self.steps.labels(step.phase, self._replayed, str(bucket), _variant(step.key), "").inc()
         self.padding_rows.labels(step.phase).inc(step.padding_rows)
         self.padding_seconds.labels(step.phase).inc(self._padding_s(step.phase, step.size, bucket))
 
@@ -101,4 +101,9 @@ class Metrics:
 
 
 def _graph_times(phase: PhasePlan) -> Mapping[int, float]:
-    return {bucket.size: bucket.graph.median_us for bucket in phase.ladder if bucket.graph is not None}
+    return {bucket.size: bucket.graph.median_us for bucket in phase.base_ladder if bucket.graph is not None}
+
+
+def _variant(key: str) -> str:
+    """`greedy` of `decode:4:greedy`."""
+    return key.split(":")[2] if key.count(":") == 2 else ""

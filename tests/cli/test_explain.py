@@ -55,6 +55,21 @@ def test_the_page_says_the_same(plan: str) -> None:
     assert "replayed from decode:4, 1 rows of padding" in result.stdout
 
 
+def test_variants_of_the_bucket_are_named_with_what_they_take(tmp_path: Path) -> None:
+    made = make_plan()
+    decode_ladder = (make_bucket(8), make_bucket(8, variant="greedy"))
+    decode = msgspec.structs.replace(made.decode, ladder=decode_ladder)
+    last = made.prefill.max_size
+    prefill_ladder = (make_bucket(last), make_bucket(last, variant="full"))
+    prefill = msgspec.structs.replace(made.prefill, backend="breakable", ladder=prefill_ladder, request_slots=4)
+    path = saved(msgspec.structs.replace(made, decode=decode, prefill=prefill, receipts=()), tmp_path)
+    result = CliRunner().invoke(cli, ["explain", path, "--phase", "decode", "--size", "3"])
+    assert "is replayed from decode:8," in result.stdout
+    assert "a batch whose requests are all greedy: decode:8:greedy" in result.stdout
+    found = explain(path, "--phase", "prefill", "--size", "3")
+    assert [(v["key"], v["takes"]) for v in found["variants"]] == [(f"prefill:{last}:full", "of at most 4 requests")]
+
+
 def test_a_size_that_no_step_has_is_an_error(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", plan, "--phase", "decode", "--size", "100000"]) == 1
     assert "no decode step has more than 8 requests" in capsys.readouterr().err

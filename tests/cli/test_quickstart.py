@@ -45,8 +45,8 @@ def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path
 
 METRICS = """\
 # TYPE gplan_steps counter
-gplan_steps_total{bucket="2",outcome="replayed",phase="decode",reason=""} 40.0
-gplan_steps_total{bucket="",outcome="eager",phase="prefill",reason="too_large"} 2.0
+gplan_steps_total{bucket="2",outcome="replayed",phase="decode",reason="",variant=""} 40.0
+gplan_steps_total{bucket="",outcome="eager",phase="prefill",reason="too_large",variant=""} 2.0
 # TYPE gplan_padding_rows counter
 gplan_padding_rows_total{phase="decode"} 7.0
 """
@@ -54,6 +54,6 @@ gplan_padding_rows_total{phase="decode"} 7.0
 
 def test_replays_are_read_off_metrics() -> None:
     replays = read_replays(text_string_to_metric_families(METRICS))
-    assert replays.outcomes == (Outcome("decode", 2, "", 40), Outcome("prefill", 0, "too_large", 2))
+    assert replays.outcomes == (Outcome("decode", 2, "", "", 40), Outcome("prefill", 0, "", "too_large", 2))
     assert (replays.replayed, replays.total) == (40, 42)
     assert replays_table(replays)[-1] == "40 of 42 steps replayed; padding rows: 7 in decode"

@@ -73,6 +73,31 @@ CASES: dict[str, tuple[Change, str, str]] = {
         "decode.ladder[1]",
         "repeats decode:8x2:a",
     ),
+    "variant of another phase": (
+        put("prefill.ladder", (make_bucket(64), make_bucket(64, variant="greedy"))),
+        "prefill.ladder[1].variant",
+        "'greedy' is no variant of prefill",
+    ),
+    "variant that nobody knows": (
+        put("decode.ladder", (make_bucket(8), make_bucket(8, variant="fast"))),
+        "decode.ladder[1].variant",
+        "'fast' is no variant",
+    ),
+    "parts of a variant in another order": (
+        put("decode.ladder", (make_bucket(8), make_bucket(8, variant="greedy+compiled"))),
+        "decode.ladder[1].variant",
+        "is no variant",
+    ),
+    "bucket that takes not every batch": (
+        put("decode.ladder", (make_bucket(4, variant="greedy"), make_bucket(8))),
+        "decode.ladder[0].variant",
+        "there is none",
+    ),
+    "bucket with two graphs for every batch": (
+        put("decode.ladder", (make_bucket(8), make_bucket(8, variant="compiled"))),
+        "decode.ladder[0].variant",
+        "more than one",
+    ),
     "bucket above the maximum": (put("decode.ladder[3].size", 9), "decode.ladder[3].size", "9 is outside 1 to"),
     "bucket of nothing": (put("decode.ladder[0].size", 0), "decode.ladder[0].size", "0 is outside 1 to"),
     "bucket of no width": (put("decode.ladder[0].width", 0), "decode.ladder[0].width", "0 tokens per request"),

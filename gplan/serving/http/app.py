@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from formats.openai import ModelCard, ModelList
-from formats.plan import PhasePlan
+from formats.plan import PhasePlan, bucket_key
 from gplan.serving.client import EngineDiedError
 from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.chat import chat_completions
@@ -241,7 +241,8 @@ async def _server_info(service: Service, request: Request) -> Response:
 def _phase(phase: PhasePlan) -> dict[str, Any]:
     return {
         "backend": phase.backend,
-        "ladder": [bucket.size for bucket in phase.ladder],
+        "ladder": [bucket.size for bucket in phase.base_ladder],
+        "keys": [bucket_key(phase.phase, bucket) for bucket in phase.ladder],
         "max_size": phase.max_size,
         "eager_sizes": phase.eager_sizes,
         "padding_cap": phase.padding_cap,
