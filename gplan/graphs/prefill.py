@@ -88,7 +88,8 @@ def _positions(chunks: Sequence[Chunk], lengths: np.ndarray) -> np.ndarray:
     """Positions of all tokens, chunk after chunk: [sum of lengths] int64."""
     firsts = np.cumsum(lengths) - lengths
     starts = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
-    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - firsts, lengths)
+    positions: np.ndarray = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - firsts, lengths)
+    return positions
 
 
 def _tokens(chunk: Chunk) -> list[int]:
