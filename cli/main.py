@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import select
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -88,7 +90,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if any(thread.daemon for thread in threading.enumerate()):
+        # Such a thread may be importing, which cannot be ended, and the interpreter must not be taken down under it.
+        _flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _stdout_is_closed() -> bool:

@@ -33,6 +33,14 @@ from formats.plan import plan_id
     is_flag=True,
     help="Before every replay, check that no buffer of its graph has moved. Says what it costs.",
 )
+@click.option(
+    "--request-timeout",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Time that a request may take; the header X-Request-Timeout asks for less.",
+)
 @click.option("--log-requests", is_flag=True, help="Log a line for each request (never its contents).")
 def serve(
     plan: str,
@@ -44,6 +52,7 @@ def serve(
     model_name: str | None,
     debug_graphs: bool,
     check_addresses: bool,
+    request_timeout: float,
     log_requests: bool,
 ) -> int:
     """Serves a plan: checks the machine, takes memory as planned, captures the planned graphs, answers.
@@ -74,6 +83,7 @@ def serve(
         api_key=api_key,
         model_name=model_name or os.path.basename(os.path.abspath(where)),
         debug=Debug(graphs=debug_graphs, addresses=check_addresses),
+        request_timeout_s=request_timeout,
     )
 
     with ExitStack() as until_ready:

@@ -163,10 +163,12 @@ class EngineClient:
         params: SamplingParams,
         take: Callable[[Output], None],
         interrupt: Callable[[], None],
+        client: str = "",
     ) -> None:
         """Hands a request over.
 
         Args:
+            client: whom it is for.
             take: called with each of its outputs as it arrives.
             interrupt: called if the engine dies before the last output.
 
@@ -176,7 +178,7 @@ class EngineClient:
         if self.death is not None:
             raise self.death
         self._streams[name] = _Stream(take, interrupt, time.monotonic())
-        self._send(Add(name, list(prompt), params))
+        self._send(Add(name, list(prompt), params, client))
 
     def abort(self, names: Sequence[str]) -> None:
         """Gives up requests; those that ended are left alone."""

@@ -85,7 +85,14 @@ class Engine:
                     self._is_draining = True
 
     def _add(self, message: Add) -> None:
-        request = Request(message.id, len(message.prompt), message.prompt, message.params, arrival=time.monotonic())
+        request = Request(
+            message.id,
+            len(message.prompt),
+            message.prompt,
+            message.params,
+            arrival=time.monotonic(),
+            client=message.client,
+        )
         self._requests[request.id] = request
         self._scheduler.add(request)
         self._reported_idle = False

@@ -1,13 +1,15 @@
 """Answers in the making: the engine's tokens become text, ended by stop strings, for one HTTP request at a time.
 
 Text is made as tokens arrive from the engine, whether or not the client reads: a slow reader keeps neither pages nor
-anybody else's tokens. What it has not read yet waits here, joined.
+anybody else's tokens. What it has not read yet waits here, joined, up to a bound beyond which the request is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +20,11 @@ from gplan.serving.detokenizer import make_detokenizer
 from gplan.serving.protocol import Output
 from gplan.serving.stopping import StopMatcher
 from gplan.serving.vocabulary import Vocabulary
+
+MAX_UNREAD_BYTES = 16 << 20
+"""What may wait for the client of one request to read it, about. Text alone comes nowhere near it; scores may."""
+
+_SCORE_BYTES = 128
 
 _names = itertools.count()
 
@@ -84,6 +91,18 @@ class InterruptedAnswerError(GplanError):
     """The engine died before the answer was complete."""
 
 
+class AnswerGivenUpError(GplanError):
+    """The answer was given up before it was complete, for a reason that is the request's own.
+
+    Attributes:
+        status, code: as the API has them.
+    """
+
+    def __init__(self, status: int, code: str, message: str, hint: str) -> None:
+        super().__init__(message, hint)
+        self.status, self.code = status, code
+
+
 class ClientGoneError(Exception):
     """Nobody waits for the answers any more."""
 
@@ -104,11 +123,14 @@ class _Growing:
         "_wants_scores",
         "finish_reason",
         "name",
+        "unread_bytes",
     )
 
     def __init__(self, name: str, vocabulary: Vocabulary, job: Job) -> None:
         self.name = name
         self.finish_reason: FinishReason | None = None
+        self.unread_bytes = 0
+        """About what the text and the scores take that wait to be read."""
         self._vocabulary = vocabulary
         self._detokenizer = make_detokenizer(vocabulary, job.prompt if job.continues_prompt else ())
         self._matcher = StopMatcher(job.stops)
@@ -129,6 +151,7 @@ class _Growing:
             if self._wants_scores:
                 logprob, top = output.logprobs[index]
                 self._scored.append(Scored(token, logprob, tuple(top), self._offset(token, text)))
+                self.unread_bytes += _SCORE_BYTES * (1 + len(top))
             if self._add(text):
                 return
         if not output.finish_reason:
@@ -145,6 +168,7 @@ class _Growing:
         delta = Delta("".join(self._text), self._release_scores(), self._num_tokens, self.finish_reason)
         self._text.clear()
         self._num_tokens = 0
+        self.unread_bytes = sum(_SCORE_BYTES * (1 + len(entry.top)) for entry in self._scored)
         return delta
 
     def _offset(self, token: int, text: str) -> int:
@@ -166,6 +190,7 @@ class _Growing:
     def _give(self, text: str) -> None:
         if text:
             self._given += len(text)
+            self.unread_bytes += len(text)
             self._text.append(text)
 
     def _release_scores(self) -> tuple[Scored, ...]:
@@ -188,6 +213,7 @@ class Engine(Protocol):
         params: SamplingParams,
         take: Callable[[Output], None],
         interrupt: Callable[[], None],
+        client: str = "",
     ) -> None: ...
 
     def abort(self, names: Sequence[str]) -> None: ...
@@ -198,17 +224,31 @@ class Generation:
 
     Args:
         on_close: called once, when nothing of it is left with the engine.
+        client: whom it is for.
+        deadline: when it is given up, of the monotonic clock.
     """
 
     def __init__(
-        self, client: Engine, vocabulary: Vocabulary, jobs: Sequence[Job], on_close: Callable[[], None]
+        self,
+        engine: Engine,
+        vocabulary: Vocabulary,
+        jobs: Sequence[Job],
+        on_close: Callable[[], None],
+        *,
+        client: str = "",
+        deadline: float = math.inf,
     ) -> None:
-        self._client, self._jobs, self._on_close = client, jobs, on_close
+        self._engine, self._jobs, self._on_close = engine, jobs, on_close
+        self._client, self._deadline = client, deadline
         self._open: dict[int, _Growing] = {
             index: _Growing(f"{next(_names):x}", vocabulary, job) for index, job in enumerate(jobs)
         }
         self._has_news = asyncio.Event()
-        self._is_closed = self._is_interrupted = False
+        self._is_closed = False
+        self._failure: GplanError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_begun = False
+        """Whether any token came."""
 
     def start(self) -> None:
         """Hands everything to the engine.
@@ -216,15 +256,19 @@ class Generation:
         Raises:
             EngineDiedError: there is none any more.
         """
+        if self._deadline < math.inf:
+            left = self._deadline - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(left, self._expire)
         for index, growing in self._open.items():
-            job = self._jobs[index]
-            self._client.submit(growing.name, job.prompt, job.params, self._sink(growing), self._interrupt)
+            job, sink = self._jobs[index], self._sink(growing)
+            self._engine.submit(growing.name, job.prompt, job.params, sink, self._interrupt, self._client)
 
     async def read(self) -> list[tuple[int, Delta]]:
         """Waits until there is something and returns it, by index of the job; nothing once all answers are complete.
 
         Raises:
             InterruptedAnswerError: the engine died.
+            AnswerGivenUpError: its time was over, or too much of it was left unread.
             ClientGoneError: `close` was called.
         """
         while self._open:
@@ -235,8 +279,8 @@ class Generation:
             if news:
                 self._forget_complete(news)
                 return news
-            if self._is_interrupted:
-                raise InterruptedAnswerError("the engine died", "Ask again once the server is back.")
+            if self._failure is not None:
+                raise self._failure
             await self._has_news.wait()
         return []
 
@@ -260,7 +304,9 @@ class Generation:
         if self._is_closed:
             return
         self._is_closed = True
-        self._client.abort([growing.name for growing in self._open.values()])
+        if self._timer is not None:
+            self._timer.cancel()
+        self._engine.abort(self._unfinished())
         self._has_news.set()
         self._on_close()
 
@@ -272,12 +318,36 @@ class Generation:
     def _sink(self, growing: _Growing) -> Callable[[Output], None]:
         def take(output: Output) -> None:
             growing.take(output)
+            self._has_begun = True
             if growing.finish_reason is not None and not output.finish_reason:
-                self._client.abort([growing.name])
+                self._engine.abort([growing.name])
+            if growing.unread_bytes > MAX_UNREAD_BYTES // len(self._jobs):
+                self._give_up(
+                    AnswerGivenUpError(
+                        400, "slow_reader", "too much of the answer was left unread", "Read streams as they come."
+                    )
+                )
             self._has_news.set()
 
         return take
 
     def _interrupt(self) -> None:
-        self._is_interrupted = True
-        self._has_news.set()
+        self._give_up(InterruptedAnswerError("the engine died", "Ask again once the server is back."))
+
+    def _expire(self) -> None:
+        stage = "answer was complete" if self._has_begun else "first token"
+        self._give_up(
+            AnswerGivenUpError(
+                504, "deadline_exceeded", f"the request's time was over before its {stage}", "Allow it more time."
+            )
+        )
+
+    def _give_up(self, failure: GplanError) -> None:
+        """Ends what is unfinished; the client is told once it has read what there is."""
+        if self._failure is None and self._unfinished():
+            self._failure = failure
+            self._engine.abort(self._unfinished())
+            self._has_news.set()
+
+    def _unfinished(self) -> list[str]:
+        return [growing.name for growing in self._open.values() if growing.finish_reason is None]

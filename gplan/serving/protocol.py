@@ -42,11 +42,12 @@ class Start(Message, frozen=True, array_like=True, tag=True):
 
 
 class Add(Message, frozen=True, array_like=True, tag=True):
-    """A request to serve; `params.logit_bias` and stop tokens are already validated."""
+    """A request to serve; `params.logit_bias` and stop tokens are already validated. `client` is whom it is for."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
+    client: str = ""
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import uvicorn
 
@@ -18,6 +20,7 @@ from formats.plan import Plan, plan_id
 from gplan.errors import GplanError
 from gplan.serving.client import EngineClient
 from gplan.serving.http.app import make_app
+from gplan.serving.http.connection import Connection, give_up_silent_peers
 from gplan.serving.http.service import Service
 from gplan.serving.metrics import Metrics
 from gplan.serving.protocol import NO_DEBUG, Debug, Ready
@@ -25,6 +28,9 @@ from gplan.serving.tokenizer import ServedTokenizer
 
 DRAIN_S = 30.0
 """How long running requests may take to end after SIGTERM."""
+
+LAST_BYTES_S = 5
+"""How long connections may then take over what was already written to them."""
 
 RED_S = 1.0
 """How long health answers that the engine died before the server ends."""
@@ -45,6 +51,7 @@ class ServeOptions:
     api_key: str | None = None
     model_name: str | None = None
     debug: Debug = NO_DEBUG
+    request_timeout_s: float = 600.0
 
 
 def serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
@@ -63,6 +70,7 @@ def serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Calla
 
 
 async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
+    _allow_many_connections()
     # Before anything slow, so that a port that is taken is known at once; connections are refused until ready.
     listener = _bind(options.host, options.port)
     metrics = Metrics(plan, debug_graphs=options.debug.graphs)
@@ -71,7 +79,7 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
     _on_signals(stopping)
     try:
         starting = client.start(encode(plan), options.checkpoint, options.accept_drift, progress, options.debug)
-        loading = asyncio.to_thread(_load_tokenizer, options.checkpoint)
+        loading = _in_daemon(lambda: _load_tokenizer(options.checkpoint))
         started = await _or_stopped(asyncio.gather(starting, loading), stopping)
         if started is None:
             return 0
@@ -87,6 +95,7 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
             ready=ready,
             api_key=options.api_key,
             debug=options.debug,
+            request_timeout_s=options.request_timeout_s,
         )
         return await _answer(service, listener, stopping, on_ready)
     finally:
@@ -105,8 +114,8 @@ async def _answer(
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=int(DRAIN_S),
-            h11_max_incomplete_event_size=64 << 10,
+            timeout_graceful_shutdown=LAST_BYTES_S,
+            http=Connection,
         )
     )
     running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -123,6 +132,9 @@ async def _answer(
     if service.client.death is not None:
         # Health is red before the end, so that whatever watches it sees why.
         await asyncio.sleep(RED_S)
+    else:
+        # Still listening, so that health answers that the server is stopping.
+        await service.seats.wait_until_empty(DRAIN_S)
     server.should_exit = True
     await running
     for task in (dying, told):
@@ -130,6 +142,13 @@ async def _answer(
     if service.client.death is not None:
         raise service.client.death
     return await service.client.stop(DRAIN_S)
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor, of which many systems allow few unless asked."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -147,6 +166,7 @@ def _bind(host: str, port: int) -> socket.socket:
         raise _cannot_listen(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        give_up_silent_peers(listener)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -183,6 +203,33 @@ def _on_signals(stopping: asyncio.Event) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
+
+
+def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs `work` in a thread that nobody waits for when the server is told to stop first: an import that was begun
+    cannot be ended."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(cast(T, value))
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = work()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, value, failure)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 async def _or_stopped(work: asyncio.Future[T], stopping: asyncio.Event) -> T | None:

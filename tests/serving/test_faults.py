@@ -78,8 +78,11 @@ def test_sigterm_finishes_what_runs_and_takes_no_more(servers: Servers) -> None:
         text = next(chunks)["choices"][0]["text"]
         live.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"{live.url}/health")
+        health = httpx.get(f"{live.url}/health")
+        assert (health.status_code, health.json()["error"]["code"]) == (503, "stopping")
+        refused = httpx.post(f"{live.url}/v1/completions", json=LONG, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert int(refused.headers["retry-after"]) >= 1
         for chunk in chunks:
             text += chunk["choices"][0]["text"]
         assert chunk["choices"][0]["finish_reason"] == "length"

@@ -34,6 +34,7 @@ class Hand:
         params: SamplingParams,
         take: Callable[[Output], None],
         interrupt: Callable[[], None],
+        client: str = "",
     ) -> None:
         assert name not in self.takes
         self.takes[name] = take

@@ -43,11 +43,12 @@ class _Reply:
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
+    service.refuse_early(request)
     body = await decode_body(request, decode_chat)
     service.check_model(body.model)
     if not service.tokenizer.has_chat_template:
         raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
-    seat = service.admit(body.n or 1)
+    seat = service.admit(request, body.n or 1)
     jobs = await service.in_thread_with(seat, _jobs, service, body)
     reply = _Reply(service.model, service.now(), len(jobs[0].prompt))
     vocabulary = service.tokenizer.vocabulary

@@ -43,12 +43,13 @@ class _Reply:
 
 
 async def completions(service: Service, request: Request) -> Response:
+    service.refuse_early(request)
     body = await decode_body(request, decode_completion)
     service.check_model(body.model)
     if body.echo and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported here", param="echo", code="unsupported_parameter")
     best_of = body.best_of or body.n or 1
-    seat = service.admit(best_of * len(body.prompts))
+    seat = service.admit(request, best_of * len(body.prompts))
     prompts = await service.in_thread_with(seat, _prompts, service, body, best_of)
     reply = _Reply(service.model, service.now())
     vocabulary = service.tokenizer.vocabulary

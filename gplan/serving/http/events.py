@@ -11,7 +11,14 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gplan.serving.generation import Answer, ClientGoneError, Delta, Generation, InterruptedAnswerError
+from gplan.serving.generation import (
+    Answer,
+    AnswerGivenUpError,
+    ClientGoneError,
+    Delta,
+    Generation,
+    InterruptedAnswerError,
+)
 from gplan.serving.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
@@ -50,8 +57,8 @@ class WholeAnswer(Response):
                 answers = await self._generation.complete()
             except ClientGoneError:
                 return
-            except InterruptedAnswerError as error:
-                await ApiError(500, error.message, code="engine_down").response()(scope, receive, send)
+            except (InterruptedAnswerError, AnswerGivenUpError) as error:
+                await _failed(error).response()(scope, receive, send)
                 return
         response = Response(_encoder.encode(self._write(answers)), media_type="application/json")
         await response(scope, receive, send)
@@ -78,8 +85,8 @@ class EventStream(Response):
                 last = await self._write(send)
             except ClientGoneError:
                 return
-            except InterruptedAnswerError as error:
-                last = event(ApiError(500, error.message, code="engine_down").body())
+            except (InterruptedAnswerError, AnswerGivenUpError) as error:
+                last = event(_failed(error).body())
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _write(self, send: Send) -> bytes:
@@ -91,6 +98,12 @@ class EventStream(Response):
             if not news:
                 return self._writer.end() + DONE
             data = self._writer.part(news)
+
+
+def _failed(error: InterruptedAnswerError | AnswerGivenUpError) -> ApiError:
+    if isinstance(error, AnswerGivenUpError):
+        return ApiError(error.status, error.message, code=error.code)
+    return ApiError(500, error.message, code="engine_down")
 
 
 @contextmanager

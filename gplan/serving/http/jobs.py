@@ -11,6 +11,9 @@ from gplan.core import SamplingParams
 from gplan.serving.generation import Job
 from gplan.serving.http.errors import ApiError
 
+MAX_SCORES = 4 << 20
+"""Log probabilities that one request may ask for in all: they are the only part of an answer that grows large."""
+
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = 2**63 - 1
 _NEGATIVE = 0x5851F42D4C957F2D
@@ -102,4 +105,19 @@ class JobMaker:
             logprobs=logprobs,
             stop_token_ids=stop_ids,
             min_tokens=request.min_tokens or 0,
+        )
+
+
+def check_scores(jobs: Sequence[Job]) -> None:
+    """
+    Raises:
+        ApiError: 400 for more log probabilities than this process should hold for one request.
+    """
+    wanted = sum(job.params.max_tokens * (job.params.logprobs + 1) for job in jobs if job.params.logprobs is not None)
+    if wanted > MAX_SCORES:
+        raise ApiError(
+            400,
+            f"up to {wanted:,} log probabilities in one request; at most {MAX_SCORES:,} here: "
+            "ask for fewer answers, tokens or alternatives",
+            param="logprobs",
         )

@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from formats.openai_rules import MAX_SEQUENCES
 from formats.plan import Plan
 from gplan.serving.client import EngineClient
 from gplan.serving.generation import Generation, Job
 from gplan.serving.http.errors import ApiError
-from gplan.serving.http.jobs import JobMaker
+from gplan.serving.http.jobs import JobMaker, check_scores
+from gplan.serving.http.limits import client_of, time_limit_of
 from gplan.serving.http.seats import Seat, Seats
 from gplan.serving.metrics import Metrics
 from gplan.serving.protocol import NO_DEBUG, Debug, Ready
@@ -33,6 +36,7 @@ class Service:
 
     Attributes:
         model: the name that requests must give.
+        request_timeout_s: how long a request may take at most.
         is_draining: no new requests are taken.
     """
 
@@ -46,6 +50,7 @@ class Service:
     ready: Ready
     api_key: str | None = None
     debug: Debug = NO_DEBUG
+    request_timeout_s: float = 600.0
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
     seats: Seats = field(init=False)
@@ -73,26 +78,45 @@ class Service:
                 code="model_not_found",
             )
 
-    def admit(self, num_answers: int) -> Seat:
-        """Lets a request in. Its seat is given back by its generation, or by whoever does not come to begin one.
+    def refuse_early(self, request: Request) -> None:
+        """Refuses, before its body is read, a request that could not be let in whatever it asks for.
+
+        Raises:
+            ApiError: as `admit`; 400 for a time limit that is none.
+        """
+        self._check_open()
+        time_limit_of(request, self.request_timeout_s)
+        self.seats.check(1, client_of(request))
+
+    def admit(self, request: Request, num_answers: int) -> Seat:
+        """Lets a request in; its time runs from now. Its seat is given back by its generation, or by whoever does not
+        come to begin one.
 
         Raises:
             ApiError: 503 while draining or without an engine, 429 where the queue is full.
         """
+        self._check_open()
+        deadline = time.monotonic() + time_limit_of(request, self.request_timeout_s)
+        return self.seats.take(num_answers, client_of(request), deadline)
+
+    def _check_open(self) -> None:
         if self.is_draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
         if not self.client.is_alive:
             raise ApiError(503, "the engine is not running", code="engine_down", retry_after_s=5)
-        return self.seats.take(num_answers)
 
     def begin(self, jobs: Sequence[Job], seat: Seat) -> Generation:
         """Hands jobs to the engine.
 
         Raises:
-            EngineDiedError: there is none any more.
+            ApiError: 400 for more scores than this process should hold at once.
+            EngineDiedError: there is no engine any more.
         """
-        generation = Generation(self.client, self.tokenizer.vocabulary, jobs, seat.give_back)
+        generation = Generation(
+            self.client, self.tokenizer.vocabulary, jobs, seat.give_back, client=seat.client, deadline=seat.deadline
+        )
         try:
+            check_scores(jobs)
             generation.start()
         except BaseException:
             generation.close()

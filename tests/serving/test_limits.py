@@ -1,0 +1,266 @@
+"""Bounds that hold before and beside answers: seats by client, time, what is left unread, heads of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from gplan.core import SamplingParams
+from gplan.serving.generation import AnswerGivenUpError, Generation, Job
+from gplan.serving.http.connection import MAX_HEAD_BYTES, Connection, give_up_silent_peers
+from gplan.serving.http.errors import ApiError
+from gplan.serving.http.jobs import MAX_SCORES, check_scores
+from gplan.serving.http.seats import CROWD_SHARE, Seat, Seats
+from gplan.serving.protocol import Output
+from tests.serving.test_generation import VOCABULARY, Hand
+
+# Seats --------------------------------------------------------------------------------------------------------------
+
+
+def fill(seats: Seats, client: str) -> int:
+    """Takes seats one by one until refused; returns how many."""
+    before = seats.taken
+
+    def take_all() -> None:
+        for _ in range(seats.limit + 1):
+            seats.take(1, client)
+
+    with pytest.raises(ApiError) as refusal:
+        take_all()
+    assert refusal.value.status == 429
+    assert 1 <= (refusal.value.retry_after_s or 0) <= 60
+    return seats.taken - before
+
+
+def test_a_crowd_leaves_seats_for_others() -> None:
+    seats = Seats(100)
+    assert fill(seats, "crowd") == 75
+    assert fill(seats, "other") >= 18
+    seats.take(1, "newcomer")
+    with pytest.raises(ApiError, match="at most 100 at once"):
+        seats.take(101, "newcomer")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30), st.booleans()), max_size=60))
+def test_seats_add_up(events: list[tuple[str, int, bool]]) -> None:
+    """Never more than there are, none lost; who holds none is refused only where there are too few for all."""
+    seats, held = Seats(40), list[tuple[Seat, int]]()
+    for client, count, leaves in events:
+        mine = sum(taken for seat, taken in held if seat.client == client)
+        free = seats.limit - seats.taken
+        try:
+            held.append((seats.take(count, client), count))
+        except ApiError:
+            assert count > free or (mine and mine + count > CROWD_SHARE * free)
+        if leaves and held:
+            seat, _ = held.pop(0)
+            seat.give_back()
+            seat.give_back()
+        assert seats.taken == sum(taken for _, taken in held) <= seats.limit
+    for seat, _ in held:
+        seat.give_back()
+    assert seats.taken == 0
+    asyncio.run(asyncio.wait_for(seats.wait_until_empty(60), 1))
+
+
+# Time, and what is left unread --------------------------------------------------------------------------------------
+
+
+def generation(hand: Hand, *, logprobs: int | None = None, answers: int = 1, seconds: float = 60) -> Generation:
+    job = Job((5,), SamplingParams(max_tokens=100_000, logprobs=logprobs))
+    deadline = time.monotonic() + seconds
+    begun = Generation(hand, VOCABULARY, [job] * answers, lambda: None, deadline=deadline)
+    begun.start()
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("outputs", "stage"), [([], "first token"), ([Output("", [65], [], "")], "answer was complete")]
+)
+def test_when_time_is_over_the_engine_is_told_at_once(outputs: list[Output], stage: str) -> None:
+    async def run() -> None:
+        hand = Hand()
+        begun = generation(hand, answers=2, seconds=0.05)
+        for output in outputs:
+            for take in hand.takes.values():
+                take(output)
+        await asyncio.sleep(0.2)
+        assert sorted(hand.aborted) == sorted(hand.takes), "it does not wait for the client to read"
+        if outputs:
+            assert await begun.read(), "what was generated in time is given out"
+        with pytest.raises(AnswerGivenUpError, match=f"time was over before its {stage}") as failure:
+            await begun.read()
+        assert (failure.value.status, failure.value.code) == (504, "deadline_exceeded")
+        begun.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_complete_in_time_may_be_read_later() -> None:
+    async def run() -> None:
+        hand = Hand()
+        begun = generation(hand, seconds=0.05)
+        for take in hand.takes.values():
+            take(Output("", [65, 66], [], "length"))
+        await asyncio.sleep(0.2)
+        assert len(await begun.read()) == 1
+        assert await begun.read() == []
+        begun.close()
+        assert hand.aborted == []
+
+    asyncio.run(run())
+
+
+def feed(hand: Hand, tokens: int) -> int:
+    """Gives each answer tokens with 20 alternatives until it is given up; returns how many were given."""
+    top = [(token, -1.0) for token in range(20)]
+    for count in range(tokens):
+        if hand.aborted:
+            return count
+        for take in hand.takes.values():
+            take(Output("", [65], [(-1.0, top)], ""))
+    return tokens
+
+
+def test_what_a_client_leaves_unread_is_bounded() -> None:
+    async def run(answers: int) -> int:
+        hand = Hand()
+        begun = generation(hand, logprobs=20, answers=answers)
+        given = feed(hand, 20_000)
+        assert sorted(hand.aborted) == sorted(hand.takes)
+        assert await begun.read(), "what there is may still be read"
+        with pytest.raises(AnswerGivenUpError, match="left unread"):
+            await begun.read()
+        begun.close()
+        return given
+
+    assert 3000 < asyncio.run(run(1)) < 10_000
+    assert asyncio.run(run(4)) < 2600, "the bound is for the request, however many answers it has"
+
+
+def test_a_client_that_reads_now_and_then_gets_everything() -> None:
+    async def run() -> None:
+        hand = Hand()
+        begun = generation(hand, logprobs=20)
+        for _ in range(8):
+            assert feed(hand, 2500) == 2500
+            ((_, delta),) = await begun.read()
+            assert len(delta.scored) == 2500
+        begun.close()
+
+    asyncio.run(run())
+
+
+def test_more_scores_than_a_process_should_hold_are_refused() -> None:
+    def job(tokens: int, logprobs: int | None) -> Job:
+        return Job((5,), SamplingParams(max_tokens=tokens, logprobs=logprobs))
+
+    check_scores([job(MAX_SCORES, None)] * 128)
+    check_scores([job(MAX_SCORES // 42, 20)] * 2)
+    with pytest.raises(ApiError, match="log probabilities"):
+        check_scores([job(MAX_SCORES // 42, 20)] * 3)
+
+
+# Connections --------------------------------------------------------------------------------------------------------
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Hasty(Connection):
+    head_within_s = 0.3
+
+
+@asynccontextmanager
+async def listening(app: App, *, read_within_s: int | None = None) -> AsyncIterator[tuple[str, int]]:
+    with socket.socket() as listener:
+        if read_within_s is not None:
+            give_up_silent_peers(listener, read_within_s)
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=Hasty, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server._serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "answer"),
+    [
+        (REQUEST + b"\r\n", b"HTTP/1.1 200"),
+        (REQUEST + b"X: " + b"y" * (MAX_HEAD_BYTES + 300_000), b"HTTP/1.1 431"),
+        (REQUEST + b"X: y\r\n" * MAX_HEAD_BYTES, b"HTTP/1.1 431"),
+        (b"GET /" + b"y" * (MAX_HEAD_BYTES + 300_000), b"HTTP/1.1 431"),
+        (REQUEST, b"HTTP/1.1 408"),
+        (b"", b"HTTP/1.1 408"),
+        (REQUEST + b"\r\n" + REQUEST, b"HTTP/1.1 200 OK.*HTTP/1.1 408"),
+    ],
+    ids=["whole", "one long header", "many headers", "long line", "unfinished", "nothing", "second unfinished"],
+)
+def test_heads_of_requests_are_bounded(head: bytes, answer: bytes) -> None:
+    async def run() -> bytes:
+        async with listening(hello) as (host, port):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(head)
+            received = b""
+            with suppress(ConnectionResetError):  # where more of the head was still on its way
+                while part := await asyncio.wait_for(reader.read(65536), 5):
+                    received += part
+                    if received.endswith(b"hi") and head.endswith(b"\r\n\r\n"):
+                        break
+            writer.close()
+            return received
+
+    received = asyncio.run(run())
+    first, *rest = answer.split(b".*")
+    assert received.startswith(first) or (not received and b"431" in answer)
+    assert all(part in received for part in rest)
+
+
+@pytest.mark.parametrize("read_within_s", [1, None])
+def test_a_client_that_never_reads_is_given_up(read_within_s: int | None) -> None:
+    """Without the kernel's help (the control) its connection stays."""
+    gone = asyncio.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        watcher = asyncio.create_task(watch())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.is_set():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        await watcher
+
+    async def run() -> bool:
+        async with listening(endless, read_within_s=read_within_s) as (host, port):
+            with socket.create_connection((host, port)) as client:
+                client.sendall(REQUEST + b"\r\n")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(gone.wait(), 4)
+            return gone.is_set()
+
+    assert asyncio.run(run()) is (read_within_s is not None)
