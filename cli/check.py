@@ -8,6 +8,7 @@ import msgspec
 from cli.failure import say, say_next
 from cli.parameters import checkpoint_of, plan_argument
 from cli.text import columns
+from cli.tokenizers import tokenizer_problem
 from cli.views import echo_json
 from formats.container import read_plan
 from formats.drift import Drift
@@ -20,6 +21,7 @@ class CheckView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         drifts: every difference, advisory ones included.
         refused, accepted: names of the fields that stand against serving, and of those that would.
+        tokenizer_problem: why the checkpoint's tokenizer cannot be used; empty where it can.
     """
 
     plan_id: str
@@ -27,6 +29,7 @@ class CheckView(msgspec.Struct, frozen=True, kw_only=True):
     drifts: tuple[Drift, ...]
     refused: tuple[str, ...]
     accepted: tuple[str, ...]
+    tokenizer_problem: str
 
 
 @click.command()
@@ -35,7 +38,7 @@ class CheckView(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def check(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_json: bool) -> None:
-    """Checks that checkpoint and machine are the ones planned for, as serve does first; loads nothing.
+    """Checks that checkpoint and machine are the ones planned for, as serve does first; loads no weights.
 
     Prints every field that differs, what was planned, what was found, and how much that matters. Exit code 3 if serve
     would refuse.
@@ -56,12 +59,15 @@ def check(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_j
         drifts=preflight.drifts,
         refused=tuple(drift.field for drift in preflight.refused),
         accepted=tuple(drift.field for drift in preflight.accepted),
+        tokenizer_problem=broken.message if (broken := tokenizer_problem(where)) else "",
     )
     if as_json:
         echo_json(view)
     else:
         click.echo(_page(view))
     preflight.require()
+    if broken is not None:
+        raise broken
     say("serve would go on")
     say_next(f"gplan serve {plan}" + (f" --checkpoint {checkpoint}" if checkpoint else ""))
 

@@ -44,6 +44,12 @@ def _model(plan: Plan) -> Iterator[str]:
     )
     hashed = f"contents {model.content_digest[:12]}" if model.content_digest else "contents not hashed"
     yield f"config {model.config_digest[:12]}, tensor headers {model.headers_digest[:12]}, {hashed}"
+    parts = (
+        ("tokenizer", model.tokenizer_digest),
+        ("chat template", model.chat_template_digest),
+        ("generation config", model.generation_digest),
+    )
+    yield ", ".join(f"{name} {digest[:12]}" if digest else f"no {name}" for name, digest in parts)
 
 
 def _machine(found: Fingerprint) -> Iterator[str]:

@@ -14,6 +14,7 @@ from cli.config import config_option
 from cli.failure import say, say_next
 from cli.parameters import check_finite, check_size, read_buckets
 from cli.progress import show_progress
+from cli.tokenizers import has_tokenizer, tokenizer_problem
 from cli.views import PlanView, view_plan
 from formats.container import read_plan, write_plan
 from formats.plan import PhasePlan, Plan
@@ -97,6 +98,11 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
 def _measure(checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:
     if checkpoint is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'; or plan anew --from another plan.")
+    problem = tokenizer_problem(checkpoint)
+    if problem is not None:
+        if has_tokenizer(checkpoint):
+            raise problem
+        say("there is no tokenizer in the checkpoint: the plan can be verified and simulated, but not served")
     from gplan.planning.planner import make_plan
 
     with show_progress() as progress:

@@ -45,7 +45,7 @@ class Drift(msgspec.Struct, frozen=True):
     sentence: str
 
 
-FINGERPRINT_GRADES: Mapping[str, Grade] = {
+FINGERPRINT_GRADES: dict[str, Grade] = {
     **dict.fromkeys((*MATCHED_FIELDS, *MATCHED_VERSIONS), Grade.MUST_MATCH),
     "device_count": Grade.AT_LEAST,
     "device_memory": Grade.AT_LEAST,
@@ -60,13 +60,16 @@ FINGERPRINT_GRADES: Mapping[str, Grade] = {
 }
 """Versions that must match in major and minor are advisory in what follows."""
 
-MODEL_GRADES: Mapping[str, Grade] = {
+MODEL_GRADES: dict[str, Grade] = {
     "source": Grade.IGNORED,
     "architecture": Grade.MUST_MATCH,
     "dtype": Grade.MUST_MATCH,
     "config_digest": Grade.MUST_MATCH,
     "headers_digest": Grade.MUST_MATCH,
     "content_digest": Grade.MUST_MATCH,
+    "tokenizer_digest": Grade.MUST_MATCH,
+    "chat_template_digest": Grade.MUST_MATCH,
+    "generation_digest": Grade.MUST_MATCH,
     "num_parameters": Grade.MUST_MATCH,
     "num_layers": Grade.MUST_MATCH,
     "vocab_size": Grade.MUST_MATCH,
@@ -85,12 +88,19 @@ _ADVICE: Mapping[str, str] = {
     "os": "not known to matter",
 }
 
-NEVER_ACCEPTED = frozenset({"device", "tp_size", *(name for name in MODEL_GRADES if name != "source")})
+_TEXT: Mapping[str, str] = {
+    "tokenizer_digest": "must match: texts become other tokens",
+    "chat_template_digest": "must match: conversations become other prompts",
+    "generation_digest": "must match: answers may end elsewhere",
+}
+"""Parts of a checkpoint that change answers, and neither a graph nor a byte."""
+
+NEVER_ACCEPTED = frozenset({"device", "tp_size", *MODEL_GRADES}) - {"source", *_TEXT}
 """Another model, another kind of device or another split is another plan, whatever the user accepts."""
 
 ACCEPTABLE = tuple(
     name
-    for name, grade in FINGERPRINT_GRADES.items()
+    for name, grade in (FINGERPRINT_GRADES | MODEL_GRADES).items()
     if grade in (Grade.MUST_MATCH, Grade.AT_LEAST) and name not in NEVER_ACCEPTED
 )
 """Fields whose drift a user may accept by name."""
@@ -146,7 +156,7 @@ def _diff_model(planned: ModelIdentity, found: ModelIdentity) -> Iterator[Drift]
         before, after = getattr(planned, name), getattr(found, name)
         unhashed = name == "content_digest" and not before
         if grade is Grade.MUST_MATCH and before != after and not unhashed:
-            yield _drift(name, grade, before, after, True, "must match: this is another checkpoint")
+            yield _drift(name, grade, before, after, True, _TEXT.get(name, "must match: this is another checkpoint"))
 
 
 def _diff_machine(planned: Fingerprint, found: Fingerprint, needed_bytes: int) -> Iterator[Drift]:

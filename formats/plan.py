@@ -64,6 +64,9 @@ class ModelIdentity(Record, frozen=True, kw_only=True):
         config_digest: sha256 of the canonical JSON of config.json.
         headers_digest: sha256 over name, dtype, shape, file and offset of every tensor, and every file's size.
         content_digest: sha256 over the tensor files' bytes where full hashing was asked for, else empty.
+        tokenizer_digest: sha256 over the tokenizer's files but for its chat template; empty where there is none.
+        chat_template_digest: sha256 over the chat templates, wherever they are written; empty where there is none.
+        generation_digest: sha256 of the canonical JSON of generation_config.json; empty where there is none.
         num_parameters: elements over all tensors.
     """
 
@@ -73,6 +76,9 @@ class ModelIdentity(Record, frozen=True, kw_only=True):
     config_digest: str
     headers_digest: str
     content_digest: str = ""
+    tokenizer_digest: str
+    chat_template_digest: str
+    generation_digest: str
     num_parameters: int
     num_layers: int
     vocab_size: int

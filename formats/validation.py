@@ -44,6 +44,16 @@ _NOT_EMPTY = (
     "dtype",
 )
 
+_DIGESTS = (
+    "model.config_digest",
+    "model.headers_digest",
+    "model.content_digest",
+    "model.tokenizer_digest",
+    "model.chat_template_digest",
+    "model.generation_digest",
+    "workload.digest",
+)
+
 Problem = tuple[str, str]
 """Path of the field, and what is wrong with it."""
 
@@ -116,9 +126,9 @@ def _identity(plan: Plan) -> Iterator[Problem]:
     for path in _NOT_EMPTY:
         if not _value_at(plan, path):
             yield path, "is empty"
-    for path in ("model.config_digest", "model.headers_digest", "model.content_digest", "workload.digest"):
+    for path in _DIGESTS:
         digest = _value_at(plan, path)
-        may_be_empty = path in ("model.content_digest", "workload.digest")
+        may_be_empty = path not in ("model.config_digest", "model.headers_digest")
         if not _SHA256.fullmatch(digest) and not (may_be_empty and not digest):
             yield path, "is not a sha256 in lower-case hexadecimal"
     machine = plan.fingerprint

@@ -6,24 +6,22 @@ A checkpoint is a folder in the Hugging Face layout with safetensors, single or 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from formats.plan import ModelIdentity, TensorHeader
 from gplan.errors import GplanError
-from gplan.models.config import Json
+from gplan.models.json_files import digest_json, read_json
 from gplan.models.safetensors_header import DTYPE_NAMES, read_header
 from gplan.models.spec import CONFIG, ModelSpec
+from gplan.models.text_files import TextDigests, read_text_digests
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-GENERATION_CONFIG = "generation_config.json"
 DOWNLOADED = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -40,6 +38,7 @@ class Headers:
         tensors: by name, ascending.
         file_sizes: (file name, bytes) of every tensor file, by name.
         content_digest: sha256 over the tensor files, or empty where that was not asked for.
+        text: of tokenizer, chat template and generation config.
     """
 
     source: str
@@ -48,6 +47,7 @@ class Headers:
     tensors: tuple[TensorHeader, ...]
     file_sizes: tuple[tuple[str, int], ...]
     content_digest: str
+    text: TextDigests
 
     @property
     def tensor_dtype(self) -> str | None:
@@ -67,6 +67,9 @@ class Headers:
             config_digest=self.config_digest,
             headers_digest=_headers_digest(self.tensors, self.file_sizes),
             content_digest=self.content_digest,
+            tokenizer_digest=self.text.tokenizer,
+            chat_template_digest=self.text.chat_template,
+            generation_digest=self.text.generation,
             num_parameters=sum(_elements(tensor) for tensor in self.tensors),
             num_layers=spec.num_layers,
             vocab_size=spec.vocab_size,
@@ -92,10 +95,11 @@ def read_headers(checkpoint: str, *, hash_contents: bool = False) -> Headers:
     return Headers(
         source=source_of(checkpoint),
         folder=folder,
-        config_digest=_digest_json(config),
+        config_digest=digest_json(config),
         tensors=tensors,
         file_sizes=tuple((file, (folder / file).stat().st_size) for file in files),
         content_digest=_content_digest(folder, files) if hash_contents else "",
+        text=read_text_digests(folder),
     )
 
 
@@ -119,23 +123,6 @@ def source_of(checkpoint: str) -> str:
     """The checkpoint as the user wrote it; of an absolute path the last part."""
     path = Path(checkpoint)
     return path.name or checkpoint if path.is_absolute() else checkpoint
-
-
-def read_json(path: Path) -> Json:
-    """An object from a JSON file.
-
-    Raises:
-        GplanError: unreadable, not JSON, or not an object.
-    """
-    try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise GplanError(f"{path}: cannot be read ({error.strerror})", _LAYOUT_HINT) from error
-    except ValueError as error:
-        raise GplanError(f"{path}: not JSON ({error})", "Get the file again.") from error
-    if not isinstance(value, dict):
-        raise GplanError(f"{path}: not a JSON object", "Get the file again.")
-    return value
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -216,14 +203,9 @@ def _elements(tensor: TensorHeader) -> int:
     return count
 
 
-def _digest_json(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _headers_digest(tensors: Iterable[TensorHeader], file_sizes: Iterable[tuple[str, int]]) -> str:
     rows = [[t.name, t.dtype, list(t.shape), t.file, t.offset] for t in tensors]
-    return _digest_json({"tensors": rows, "files": [list(entry) for entry in file_sizes]})
+    return digest_json({"tensors": rows, "files": [list(entry) for entry in file_sizes]})
 
 
 def _content_digest(folder: Path, files: Iterable[str]) -> str:

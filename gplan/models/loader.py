@@ -15,11 +15,13 @@ from torch import Tensor
 
 from formats.plan import TensorHeader
 from gplan.errors import GplanError
-from gplan.models.checkpoint import GENERATION_CONFIG, Headers, locate_checkpoint, read_headers, read_json
+from gplan.models.checkpoint import Headers, locate_checkpoint, read_headers
 from gplan.models.decoder import Decoder
+from gplan.models.json_files import read_json
 from gplan.models.rope import cos_sin_table
 from gplan.models.safetensors_header import DTYPE_NAMES
 from gplan.models.spec import CONFIG, ModelSpec
+from gplan.models.text_files import GENERATION_CONFIG
 from gplan.models.weights import EMBEDDING, HEAD, Weight, check_tensors, weights_of
 
 STAGING_BYTES = 32 << 20

@@ -18,7 +18,7 @@ class ServedTokenizer:
     """Text to tokens and back.
 
     Raises:
-        GplanError: the checkpoint has no tokenizer that can be used.
+        GplanError: the checkpoint has no tokenizer that can be used, or a chat template that cannot be read.
     """
 
     def __init__(self, folder: str) -> None:
@@ -26,9 +26,11 @@ class ServedTokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # of a broken file, the tokenizers library raises nothing more exact
+            why = str(error).strip().partition("\n")[0]
             raise GplanError(
-                f"{folder}: no usable tokenizer: {error}", "Put tokenizer.json and tokenizer_config.json beside it."
+                f"{folder}: no usable tokenizer: {type(error).__name__}: {why}",
+                "Put tokenizer.json and tokenizer_config.json beside it.",
             ) from error
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -41,6 +43,7 @@ class ServedTokenizer:
         self._own_arguments = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {
             "messages"
         }
+        self._check_template(folder)
 
     @property
     def has_chat_template(self) -> bool:
@@ -78,6 +81,22 @@ class ServedTokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             raise TemplateRefusalError(f"the chat template refuses this: {error}") from error
         return self.encode(str(text), add_special_tokens=False)
+
+    def _check_template(self, folder: str) -> None:
+        """A template may refuse a conversation; one that no conversation can be put into is broken."""
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+        if not self.has_chat_template:
+            return
+        try:
+            self._tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise GplanError(
+                f"{folder}: the chat template is broken in line {error.lineno}: {error.message}",
+                "Get chat_template.jinja or tokenizer_config.json again.",
+            ) from error
+        except (TemplateError, TypeError, ValueError):
+            return
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.vocabulary.decode(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -83,3 +84,29 @@ def test_a_checkpoint_that_is_not_there_is_an_error(planned: Plan, tmp_path: Pat
     assert done.returncode == 1
     assert "nowhere" in done.stderr
     assert "hint: " in done.stderr
+
+
+def test_an_edited_chat_template_is_refused_until_it_is_accepted(
+    planned: Plan, checkpoint: Path, tmp_path: Path
+) -> None:
+    write_plan(planned, tmp_path / "p.gplan")
+    edited = Path(shutil.copytree(checkpoint, tmp_path / "edited"))
+    (edited / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    arguments = ("check", tmp_path / "p.gplan", "--checkpoint", edited)
+    refused = gplan(*arguments)
+    assert refused.returncode == 3
+    assert "chat_template_digest" in refused.stdout
+    assert "conversations become other prompts" in refused.stderr
+    assert gplan(*arguments, "--accept-drift", "chat_template_digest").returncode == 0
+
+
+def test_a_tokenizer_that_cannot_be_used_is_found_here(planned: Plan, checkpoint: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    (broken / "tokenizer.json").write_text("{}")
+    headers = read_headers(str(broken))
+    identity = headers.identity(read_spec(str(broken), headers))
+    write_plan(replace(planned, model=identity), tmp_path / "p.gplan")
+    done = gplan("check", tmp_path / "p.gplan", "--checkpoint", broken, "--json")
+    assert done.returncode == 1
+    assert "no usable tokenizer" in done.stderr
+    assert "no usable tokenizer" in msgspec.json.decode(done.stdout, type=CheckView).tokenizer_problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,12 @@ def test_where_nothing_can_be_written_is_found_out_first(output: str, tmp_path: 
     assert result.exit_code == 2
     assert "-o" in result.stderr
     assert "nowhere" not in result.stderr
+
+
+def test_a_broken_tokenizer_is_found_before_anything_is_measured(checkpoint: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+    (broken / "tokenizer.json").write_text("{}")
+    result = CliRunner().invoke(cli, ["plan", str(broken), "-o", str(tmp_path / "p.gplan"), *LIMITS])
+    assert result.exit_code == 1
+    assert "no usable tokenizer" in result.stderr
+    assert "load" not in result.stderr

@@ -103,15 +103,21 @@ MACHINE: list[tuple[str, Any, Grade, bool, str]] = [
     ("os", "Linux 6.9.0", ADVICE, False, "os: planned for Linux 6.8.0, found Linux 6.9.0; not known to matter"),
 ]
 
-CHECKPOINT: list[tuple[str, Any]] = [
-    ("architecture", "Qwen3ForCausalLM"),
-    ("dtype", "float16"),
-    ("config_digest", "0" * 64),
-    ("headers_digest", "0" * 64),
-    ("content_digest", "0" * 64),
-    ("num_parameters", 1),
-    ("num_layers", 1),
-    ("vocab_size", 1),
+ANOTHER = "this is another checkpoint"
+
+# field, found, what is said to follow
+CHECKPOINT: list[tuple[str, Any, str]] = [
+    ("architecture", "Qwen3ForCausalLM", ANOTHER),
+    ("dtype", "float16", ANOTHER),
+    ("config_digest", "0" * 64, ANOTHER),
+    ("headers_digest", "0" * 64, ANOTHER),
+    ("content_digest", "0" * 64, ANOTHER),
+    ("tokenizer_digest", "0" * 64, "texts become other tokens"),
+    ("chat_template_digest", "0" * 64, "conversations become other prompts"),
+    ("generation_digest", "0" * 64, "answers may end elsewhere"),
+    ("num_parameters", 1, ANOTHER),
+    ("num_layers", 1, ANOTHER),
+    ("vocab_size", 1, ANOTHER),
 ]
 
 # what may be otherwise without being a difference at all
@@ -137,13 +143,13 @@ def test_each_field_of_the_machine(field: str, found: Any, grade: Grade, refused
     assert refusals(drifts) == (drifts if refused else ())
 
 
-@pytest.mark.parametrize(("field", "found"), CHECKPOINT)
-def test_each_field_of_the_model(field: str, found: Any) -> None:
-    planned = replaced(MODEL, "content_digest", "f" * 64)
+@pytest.mark.parametrize(("field", "found", "consequence"), CHECKPOINT)
+def test_each_field_of_the_model(field: str, found: Any, consequence: str) -> None:
+    planned = replaced(replaced(MODEL, "content_digest", "f" * 64), "generation_digest", "f" * 64)
     (drift,) = diff(planned, replaced(planned, field, found))
     assert (drift.field, drift.grade, drift.found, drift.refuses) == (field, MUST, found, True)
     assert drift.sentence == (
-        f"{field}: planned for {getattr(planned, field)}, found {found}; must match: this is another checkpoint"
+        f"{field}: planned for {getattr(planned, field)}, found {found}; must match: {consequence}"
     )
     assert refusals([drift]) == (drift,)
 
@@ -165,7 +171,7 @@ def test_contents_are_compared_only_where_the_plan_has_their_digest() -> None:
 
 def test_the_tables_of_this_test_reach_every_field() -> None:
     assert {field for field, *_ in MACHINE} == set(Fingerprint.__struct_fields__)
-    assert {field for field, _ in CHECKPOINT} | {"source"} == set(ModelIdentity.__struct_fields__)
+    assert {field for field, *_ in CHECKPOINT} | {"source"} == set(ModelIdentity.__struct_fields__)
 
 
 def ungraded(part: type[msgspec.Struct], grades: Any) -> set[str]:
@@ -241,6 +247,9 @@ def test_what_may_be_accepted_is_a_short_list() -> None:
         "device_memory",
         "free_memory",
         "driver",
+        "tokenizer_digest",
+        "chat_template_digest",
+        "generation_digest",
     }
 
 
@@ -252,7 +261,8 @@ def test_what_is_never_accepted(field: str) -> None:
 
 
 def test_another_model_is_never_accepted() -> None:
-    assert set(MODEL_GRADES) - {"source"} | {"device", "tp_size"} == NEVER_ACCEPTED
+    text = {"tokenizer_digest", "chat_template_digest", "generation_digest"}
+    assert set(MODEL_GRADES) - {"source"} - text | {"device", "tp_size"} == NEVER_ACCEPTED
 
 
 @pytest.mark.parametrize("field", ["num_threads", "python", "source"])
