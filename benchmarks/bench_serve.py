@@ -50,8 +50,9 @@ class Wire:
         if not isinstance(message, Outputs):
             return
         now = time.perf_counter()
-        self.steps[message.stats.key or f"eager {message.stats.phase} {message.stats.reason}"] += 1
-        self.seconds[message.stats.phase] += now - self._last_sent
+        step = message.stats.key or f"eager {message.stats.phase} {message.stats.reason}"
+        self.steps[step] += 1
+        self.seconds[step] += now - self._last_sent
         self._last_sent = now
         for output in message.outputs:
             self.token_times[output.id].extend([now] * len(output.tokens))
@@ -115,7 +116,7 @@ def burst_case(ready: Ready, plan: Plan, count: int, low: int, high: int) -> dic
         "output_tokens": num_output,
         "seconds": seconds,
         "output_tokens_per_s": num_output / seconds,
-        "seconds_by_phase": dict(wire.seconds),
+        "mean_ms": {step: round(wire.seconds[step] / count * 1e3, 3) for step, count in wire.steps.items()},
         "steps": dict(wire.steps),
     }
 

@@ -30,6 +30,7 @@ from gplan.planning.budget import Needs, most_useful_pages, pages_of
 from gplan.planning.options import Progress
 from gplan.planning.profiler import Patience, Profiler
 from gplan.planning.resolve import Resolved
+from gplan.planning.stillness import still
 from gplan.units import format_size
 
 REQUEST_SLOTS = 16
@@ -72,7 +73,8 @@ class Bench:
         progress("warm up", 0, 1)
         self.profiler.warm_up_eager()
         progress("warm up", 1, 1)
-        self._peaks = self.profiler.activation_peak()
+        with still(graphs, "while activations were measured"):
+            self._peaks = self.profiler.activation_peak()
         self._non_torch = 0
 
     def trial(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> Trial:
@@ -93,10 +95,11 @@ class Bench:
         captured = capture_all(executor, self._progress)
         profiler = self._profiler(executor)
         buckets, receipts = {}, []
-        for index, entry in enumerate(captured):
-            self._progress("measure", index, len(captured))
-            buckets[entry.key] = profiler.bucket(entry)
-            receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
+        with still(executor.device, "while graphs were timed"):
+            for index, entry in enumerate(captured):
+                self._progress("measure", index, len(captured))
+                buckets[entry.key] = profiler.bucket(entry)
+                receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
         self._progress("measure", len(captured), len(captured))
         # Graphs themselves take device memory outside the allocator, so this is read while they are there.
         self._non_torch = executor.device.memory().non_torch

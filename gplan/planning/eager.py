@@ -8,10 +8,13 @@ from formats.plan import Bucket
 from gplan.planning.backends import MAX_NOISE
 from gplan.scheduling.times import interpolate
 
+LEAST_GAIN = 0.03
+"""Less is not worth an eager step: beside a running server the host has other work than launching kernels."""
+
 
 def cheaper_eagerly(ladder: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
     """Ranges [first, last] of sizes whose eager time, read off the measured sizes beside them, is below the replay of
-    the bucket that covers them by more than both measurements spread (`MAX_NOISE` at most).
+    the bucket that covers them by more than both measurements spread (`MAX_NOISE` at most), and by `LEAST_GAIN`.
 
     Sizes that are a bucket are never among them: the backend as a whole was chosen for those.
     """
@@ -21,7 +24,7 @@ def cheaper_eagerly(ladder: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
     for bucket in ladder:
         assert bucket.graph is not None
         noise = min(MAX_NOISE * bucket.graph.median_us, bucket.graph.spread_us + bucket.eager.spread_us)
-        bound = bucket.graph.median_us - noise
+        bound = bucket.graph.median_us - max(noise, LEAST_GAIN * bucket.graph.median_us)
         cheaper = [size for size in range(below + 1, bucket.size) if interpolate(eager_us, size) < bound]
         found += _ranges(cheaper)
         below = bucket.size

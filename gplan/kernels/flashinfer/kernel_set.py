@@ -21,16 +21,14 @@ from gplan.kernels.flashinfer.sampling import penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
 
 HEAD_DIMS = (64, 128, 256)
-OVERLAP_ROWS = 256
-"""Up to so many rows, norms and activations take so little that overlapping their ends and starts shows."""
 
 
 class FlashInferKernels(Kernels):
     """Operators on an NVIDIA GPU in bfloat16 or float16.
 
     Products of few rows are in Triton where that is faster (`gemm_rules`), with what surrounds them folded in; the
-    others are cuBLAS's. Norms and activations of many rows and prefill attention are FlashInfer's; decode attention,
-    what stands between projection and attention, and sampling are in Triton.
+    others are cuBLAS's. Prefill attention and norms of very wide rows are FlashInfer's; decode attention, other norms,
+    activations, what stands between projection and attention, and sampling are in Triton.
 
     Raises:
         UnsupportedError: another dtype, or heads of another size than FlashInfer has kernels for.
@@ -60,7 +58,7 @@ class FlashInferKernels(Kernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if rows.shape[0] <= OVERLAP_ROWS and rows.shape[1] <= MAX_NORM_WIDTH:
+        if rows.shape[1] <= MAX_NORM_WIDTH:
             return rms_norm(rows, weight, eps, pdl=self._pdl).view(x.shape)
         out: Tensor = flashinfer.norm.rmsnorm(rows, weight, eps)
         return out.view(x.shape)
@@ -71,10 +69,7 @@ class FlashInferKernels(Kernels):
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.shape[0] <= OVERLAP_ROWS or gate_up.shape[1] % 16:
-            return silu_mul(gate_up.contiguous(), pdl=self._pdl)
-        out: Tensor = flashinfer.activation.silu_and_mul(gate_up)
-        return out
+        return silu_mul(gate_up.contiguous(), pdl=self._pdl)
 
     def rope(self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         rotate(q, positions, cos_sin)
