@@ -22,7 +22,7 @@ from gplan.graphs.capture import make_backend
 from gplan.graphs.capture.base import CaptureBackend, GraphDevice
 from gplan.graphs.decode import DecodeRunner
 from gplan.graphs.executor import Executor
-from gplan.graphs.forward import ForwardParts, draw_slots, forward_slots
+from gplan.graphs.forward import ForwardParts, forward_slots, request_slots
 from gplan.graphs.guard import AddressGuard
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.sampling import Sampler
@@ -91,7 +91,7 @@ def kernel_shape(
 
 def static_nbytes(shape: KernelShape) -> int:
     """Bytes of everything allocated once beside weights, workspace and KV pool."""
-    slots = (*forward_slots(shape), *draw_slots(shape))
+    slots = (*forward_slots(shape), *request_slots(shape))
     return StaticBuffers.nbytes(slots) + Sampler.nbytes(shape.max_batch, shape.vocab_size)
 
 
@@ -117,7 +117,7 @@ def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Boo
         page_table=PageTable(limits.max_batch, shape.max_pages_per_request, limits.page_size),
         buffers=buffers,
         last_tokens=sampler.last_tokens,
-        draws=StaticBuffers(draw_slots(shape), device),
+        by_request=StaticBuffers(request_slots(shape), device),
         limits=limits,
     )
     return parts, sampler
@@ -228,8 +228,8 @@ def watch_addresses(executor: Executor) -> None:
     parts, guard = executor.parts, executor.guard
     for name in parts.buffers:
         guard.watch(f"buffer {name}", partial(parts.buffers.__getitem__, name))
-    for name in parts.draws:
-        guard.watch(f"buffer {name}", partial(parts.draws.__getitem__, name))
+    for name in parts.by_request:
+        guard.watch(f"buffer {name}", partial(parts.by_request.__getitem__, name))
     for layer in range(len(parts.kv_pool.layers)):
         guard.watch(f"kv_pool keys {layer}", partial(_cache, parts.kv_pool, layer, 0))
         guard.watch(f"kv_pool values {layer}", partial(_cache, parts.kv_pool, layer, 1))

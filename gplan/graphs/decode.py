@@ -18,7 +18,7 @@ from gplan.core import DUMMY_ROW, Batch, Phase, Request, ShapeKey
 from gplan.graphs import variants
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.capture.base import CaptureBackend
-from gplan.graphs.forward import DRAW_SLOTS, ForwardParts
+from gplan.graphs.forward import DRAW_SLOTS, LAST_TOKENS, ForwardParts
 from gplan.graphs.runner import PhaseRunner
 from gplan.graphs.variants import SAMPLED, draw_of
 from gplan.kernels.base import Attention, AttentionBatch, SamplingInputs
@@ -113,7 +113,7 @@ class DecodeRunner(PhaseRunner):
 
     @property
     def _num_writes(self) -> int:
-        return self.parts.buffers.num_writes + self.parts.draws.num_writes
+        return self.parts.buffers.num_writes + self.parts.by_request.num_writes
 
     def _load_draws(self, requests: list[Request], key: ShapeKey) -> None:
         if draw_of(key) != SAMPLED:
@@ -123,9 +123,11 @@ class DecodeRunner(PhaseRunner):
         dtypes = (np.float32, np.int32, np.float32, np.float32, np.int64)
         columns = zip(DRAW_SLOTS, dtypes, zip(*rows, strict=True), strict=True)
         values = {name: np.array(column, dtype) for name, dtype, column in columns}
-        self.parts.draws.fill(values, real=len(requests), padded=key.size)
+        self.parts.by_request.fill(values, real=len(requests), padded=key.size, unread=(LAST_TOKENS,))
 
-    def _forward(self, size: int, variant: str, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+    def _forward(
+        self, size: int, attention: Attention, *, variant: str = "", slots: int = 0
+    ) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, logits = parts.buffers.view("rows", size), parts.buffers.view("logits", size)
         draw = self._draw_of(ShapeKey(self.phase, size, variant=variant), inputs.positions)
@@ -145,7 +147,7 @@ class DecodeRunner(PhaseRunner):
 
     def _draw_of(self, key: ShapeKey, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
         """How the graph of a key chooses tokens; None where it does not."""
-        kernels, draws = self.parts.kernels, self.parts.draws
+        kernels, draws = self.parts.kernels, self.parts.by_request
         match draw_of(key):
             case variants.GREEDY:
                 return lambda logits: logits.argmax(dim=-1)
@@ -156,5 +158,5 @@ class DecodeRunner(PhaseRunner):
             case _:
                 return None
 
-    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, slots: int) -> Tensor:
         return outputs[0][: batch.num_requests]

@@ -16,8 +16,9 @@ from gplan.memory.kv_pool import KVPool
 from gplan.memory.page_table import PageTable
 from gplan.models.base import Model
 
+LAST_TOKENS = "last_token_rows"
 DRAW_SLOTS = ("temperature", "top_k", "top_p", "min_p", "seed")
-"""Static buffers by row of what `SamplingInputs` holds, beside positions."""
+"""Static buffers by request of what `SamplingInputs` holds, beside positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class ForwardParts:
 
     Attributes:
         last_tokens: [max_batch + 1] int64 by request row: decode's input.
-        draws: the buffers of `draw_slots`.
+        by_request: the buffers of `request_slots`.
     """
 
     model: Model
@@ -35,7 +36,7 @@ class ForwardParts:
     page_table: PageTable
     buffers: StaticBuffers
     last_tokens: Tensor
-    draws: StaticBuffers
+    by_request: StaticBuffers
     limits: Limits
 
 
@@ -58,11 +59,14 @@ def forward_slots(shape: KernelShape) -> tuple[Slot, ...]:
     )
 
 
-def draw_slots(shape: KernelShape) -> tuple[Slot, ...]:
-    """How each row of a decode graph that draws is drawn. A padded row is greedy; its token goes to the dummy row."""
+def request_slots(shape: KernelShape) -> tuple[Slot, ...]:
+    """Static buffers of one row per request: where the last token of each request of a prefill step is, and how each
+    row of a decode step is drawn. What a padded row gives is not read: its hidden state is that of the first token, it
+    is drawn greedily, and its token goes to the dummy row."""
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
     paddings: tuple[Padding, ...] = (ZERO, SENTINEL(1), SENTINEL(1), ZERO, ZERO)
-    return tuple(
+    draws = (
         Slot(name, (shape.max_batch,), dtype, axis=0, padding=padding)
         for name, dtype, padding in zip(DRAW_SLOTS, dtypes, paddings, strict=True)
     )
+    return (Slot(LAST_TOKENS, (shape.max_batch,), torch.int64, axis=0, padding=ZERO), *draws)

@@ -1,4 +1,7 @@
-"""Prefill and mixed steps: ragged chunks of tokens, the head outside the graph on the rows that need it."""
+"""Prefill and mixed steps: ragged chunks of tokens, of which the head needs the last of each request alone.
+
+A graph with request slots has the head inside, on a row per slot. Elsewhere it runs outside, on the rows that need it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gplan.core import DUMMY_PAGE, Batch, Chunk, Phase
+from gplan.graphs.forward import DRAW_SLOTS, LAST_TOKENS
 from gplan.graphs.runner import PhaseRunner
 from gplan.kernels.base import Attention, AttentionBatch
 
@@ -38,6 +42,8 @@ class PrefillRunner(PhaseRunner):
             "kv_slots": table.slots(token_rows, positions),
         }
         self.parts.buffers.fill(values, real=len(positions), padded=size)
+        if slots:
+            self._fill_last_tokens(np.cumsum(lengths, dtype=np.int64) - 1, slots)
         ends = np.fromiter((c.end for c in chunks), np.int32, len(chunks))
         metadata = AttentionBatch(
             qo_indptr=_indptr(lengths),
@@ -51,6 +57,8 @@ class PrefillRunner(PhaseRunner):
         nothing = np.zeros(0, np.int64)
         names = ("rows", "host_ids", "positions", "kv_slots")
         self.parts.buffers.fill(dict.fromkeys(names, nothing), real=0, padded=size)
+        if slots:
+            self._fill_last_tokens(nothing, slots)
         page_size = self.parts.page_table.page_size
         num_pages = -(-size // page_size)
         metadata = AttentionBatch(
@@ -61,19 +69,30 @@ class PrefillRunner(PhaseRunner):
         )
         attention.prepare(_with_empty_slots(metadata, slots))
 
-    def _forward(self, size: int, variant: str, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
+    def _fill_last_tokens(self, rows: np.ndarray, slots: int) -> None:
+        self.parts.by_request.fill({LAST_TOKENS: rows}, real=len(rows), padded=slots, unread=DRAW_SLOTS)
+
+    def _forward(
+        self, size: int, attention: Attention, *, variant: str = "", slots: int = 0
+    ) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, host_ids = parts.buffers.view("rows", size), parts.buffers.view("host_ids", size)
+        last, logits = parts.by_request.view(LAST_TOKENS, slots), parts.buffers.view("logits", slots)
 
         def forward() -> tuple[Tensor, ...]:
             drawn = parts.last_tokens.index_select(0, rows)
             torch.where(host_ids == FROM_DEVICE, drawn, host_ids, out=inputs.input_ids)
             parts.model.forward(parts.kernels, inputs)
-            return (inputs.residual,)
+            if not slots:
+                return (inputs.residual,)
+            parts.model.head(parts.kernels, inputs.residual.index_select(0, last), logits)
+            return (logits,)
 
         return forward
 
-    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, slots: int) -> Tensor:
+        if slots:
+            return self._of_sampling(batch, outputs[0])
         hidden = outputs[0]
         ends = np.cumsum([chunk.length for chunk in batch.chunks])
         last = [int(end) - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.samples]
@@ -82,6 +101,13 @@ class PrefillRunner(PhaseRunner):
             index = torch.tensor(last).to(hidden.device, non_blocking=True)
             self.parts.model.head(self.parts.kernels, hidden.index_select(0, index), logits)
         return logits
+
+    def _of_sampling(self, batch: Batch, logits: Tensor) -> Tensor:
+        """Of a row per request those of the requests that sample."""
+        sampling = [index for index, chunk in enumerate(batch.chunks) if chunk.samples]
+        if len(sampling) == batch.num_requests:
+            return logits[: batch.num_requests]
+        return logits.index_select(0, torch.tensor(sampling, dtype=torch.int64).to(logits.device, non_blocking=True))
 
 
 def _positions(chunks: Sequence[Chunk], lengths: np.ndarray) -> np.ndarray:

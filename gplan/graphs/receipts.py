@@ -85,7 +85,7 @@ def _runs(batches: Sequence[Batch]) -> list[list[Batch]]:
 
 def _poison(executor: Executor) -> None:
     executor.parts.buffers.poison()
-    executor.parts.draws.poison()
+    executor.parts.by_request.poison()
 
 
 def _finite(key: ShapeKey, logits: Tensor) -> Tensor:
@@ -115,7 +115,13 @@ def compositions(executor: Executor, key: ShapeKey, batches: BatchMaker) -> list
     deepest = limits.max_len - 1
     slots = min(executor.prefill.setup.request_slots or limits.max_batch, key.size)
     cached = max(0, min(limits.page_size + 3, deepest - 1 - -(-key.size // slots)))
-    return [batches.prefill(1), batches.prefill(key.size), batches.ragged(max(1, key.size - 1), slots, cached)]
+    longest = min(key.size, (deepest + 1) // 2)
+    return [
+        batches.prefill(1),
+        batches.prefill(key.size),
+        batches.ragged(max(1, key.size - 1), slots, cached),
+        batches.prefill(longest, deepest - longest),
+    ]
 
 
 def _difference(key: ShapeKey, batch: Batch, found: Tensor, expected: Tensor) -> VerificationError:

@@ -52,11 +52,13 @@ class PhaseRunner(ABC):
         """As `_load`, with padding alone."""
 
     @abstractmethod
-    def _forward(self, size: int, variant: str, attention: Attention) -> Callable[[], tuple[Tensor, ...]]:
-        """The computation over the first `size` rows of the static buffers; `variant` is empty for eager steps."""
+    def _forward(
+        self, size: int, attention: Attention, *, variant: str = "", slots: int = 0
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """The computation over the first `size` rows of the static buffers, of as many requests as there are slots."""
 
     @abstractmethod
-    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, slots: int) -> Tensor:
         """[number of chunks that sample, vocab]: logits of the token after each."""
 
     @property
@@ -89,13 +91,13 @@ class PhaseRunner(ABC):
         key = (verdict or self.can_run(batch)).key
         if key is None:
             self._load(batch, batch.size, self._eager_attention, slots=0)
-            return self._logits(batch, self._forward(batch.size, "", self._eager_attention)())
-        return self._logits(batch, self._replay(batch, key))
+            return self._logits(batch, self._forward(batch.size, self._eager_attention)(), slots=0)
+        return self._logits(batch, self._replay(batch, key), slots=self._slots_of(key))
 
     def execute_padded(self, batch: Batch, key: ShapeKey) -> Tensor:
         """As a replay of `key`, but running its forward eagerly: what the replay must equal to the bit."""
         self._load_key(batch, key)
-        return self._logits(batch, self._forward_of(key)())
+        return self._logits(batch, self._forward_of(key)(), slots=self._slots_of(key))
 
     def warm_up(self, key: ShapeKey) -> None:
         """Runs a key's forward on padding alone, so that what compiles or loads does so before capture."""
@@ -142,7 +144,9 @@ class PhaseRunner(ABC):
 
     def _forward_of(self, key: ShapeKey) -> Callable[[], tuple[Tensor, ...]]:
         if key not in self._forwards:
-            self._forwards[key] = self._forward(key.size, key.variant, self._attention_of(key))
+            self._forwards[key] = self._forward(
+                key.size, self._attention_of(key), variant=key.variant, slots=self._slots_of(key)
+            )
         return self._forwards[key]
 
     def _slots_of(self, key: ShapeKey) -> int:
