@@ -52,4 +52,4 @@ def _time_whole(lengths: IntArray, lanes: int) -> float:
     half of the longest in the last round, whichever is less."""
     ordered = np.sort(lengths)[::-1]
     by_rounds = float(ordered[::lanes].sum())
-    return min(by_rounds, float(ordered.sum()) / lanes + ordered[-min(lanes, len(ordered))] / 2)
+    return min(by_rounds, float(ordered.sum()) / lanes + float(ordered[-min(lanes, len(ordered))]) / 2)
