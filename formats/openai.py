@@ -107,6 +107,30 @@ class CompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_unkno
         return 16 if self.max_tokens is None else self.max_tokens
 
 
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A named JSON schema. It is always enforced: `strict` changes nothing."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | bool | None = None
+    description: Ignored = None
+    strict: Ignored = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an answer must be: any text, any JSON object, or JSON that a schema allows."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema(self) -> dict[str, Any] | bool | None:
+        """What the answer must follow; None for any text."""
+        if self.type == "text":
+            return None
+        found = self.json_schema.schema if self.json_schema is not None else None
+        return {"type": "object"} if found is None else found
+
+
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
@@ -153,6 +177,7 @@ class ChatCompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_u
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
@@ -172,7 +197,6 @@ class ChatCompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_u
     moderation: Refused = None
     prediction: Refused = None
     reasoning_effort: Refused = None
-    response_format: Refused = None
     tool_choice: Refused = None
     tools: Refused = None
     verbosity: Refused = None

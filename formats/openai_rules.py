@@ -17,6 +17,7 @@ from formats.openai import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
+    SamplingRequest,
 )
 
 MAX_SEQUENCES = 256
@@ -31,7 +32,6 @@ _REFUSED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none",),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -88,6 +88,7 @@ def decode_chat(body: bytes) -> ChatCompletionRequest:
         _check_message(message, f"messages[{index}]")
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    _check_format(request)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise BadRequestError("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
@@ -130,6 +131,23 @@ def _check_shared(request: CompletionRequest | ChatCompletionRequest) -> None:
     limit = request.max_output_tokens
     if limit is not None and request.min_tokens is not None and request.min_tokens > limit:
         raise BadRequestError(f"min_tokens ({request.min_tokens}) is more than the token limit ({limit})", "min_tokens")
+
+
+def _check_format(request: ChatCompletionRequest) -> None:
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.type == "json_schema" and wanted.json_schema is None:
+        path = "response_format.json_schema"
+        raise BadRequestError(f"missing parameter: {path}", path, "missing_required_parameter")
+    check_ends(request, "response_format")
+
+
+def check_ends(request: SamplingRequest, wanted: str) -> None:
+    """An answer that follows a grammar ends where the grammar says so, and nowhere else."""
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise BadRequestError(f"{name} cannot be given together with {wanted}", name)
 
 
 def _check_prompt(request: CompletionRequest) -> None:

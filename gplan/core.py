@@ -53,7 +53,7 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How the next token is chosen. Values are already validated; `0` temperature means greedy.
 
-    Applied in this order: penalties, `logit_bias`, temperature, `top_k`, `top_p`, `min_p`, draw.
+    Applied in this order: penalties, `logit_bias`, `grammar`, temperature, `top_k`, `top_p`, `min_p`, draw.
 
     Attributes:
         max_tokens: tokens to generate at most; at least 1.
@@ -63,6 +63,7 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted for tokens seen in the output, as OpenAI defines them.
         logprobs: how many top alternatives to report with each token; None reports nothing.
         stop_token_ids: end the answer and are not part of it.
+        grammar: what the answer must follow, in the grammar library's own form; empty for anything.
     """
 
     max_tokens: int
@@ -78,6 +79,7 @@ class SamplingParams:
     logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    grammar: str = ""
 
     @property
     def has_penalties(self) -> bool:

@@ -18,6 +18,7 @@ from gplan.graphs.capture.base import GraphDevice
 from gplan.graphs.decode import DecodeRunner
 from gplan.graphs.forward import ForwardParts
 from gplan.graphs.guard import AddressGuard
+from gplan.graphs.masking import TokenMask
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.runner import PhaseRunner
 from gplan.graphs.sampling import MAX_LOGPROBS, Sampler
@@ -105,8 +106,12 @@ class Executor:
         return self.decode if phase is Phase.DECODE else self.prefill
 
     @torch.no_grad()
-    def launch(self, batch: Batch) -> Step:
+    def launch(self, batch: Batch, mask: Callable[[], TokenMask | None] | None = None) -> Step:
         """Starts a step.
+
+        Args:
+            mask: tokens that may follow, its rows being indices of the chunks that sample. Called when the forward pass
+                is on its way and before a token is drawn, so that it may collect earlier steps meanwhile.
 
         Raises:
             GuardError: an address of the step's graph has moved; only where addresses are checked.
@@ -127,7 +132,7 @@ class Executor:
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         if not sampling:
             return Step(batch, verdict.key, verdict.reason, launched_at, _no_tokens, None)
-        draw = self.sampler.sample(logits, sampling)
+        draw = self.sampler.sample(logits, sampling, None if mask is None else mask())
         tokens = self.device.read_later(draw.tokens)
         logprobs = None if draw.logprobs is None else self.device.read_later(draw.logprobs)
         return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs)

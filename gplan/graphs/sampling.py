@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gplan.core import Chunk, Request
+from gplan.graphs.masking import MaskBuffer, TokenMask
 from gplan.kernels.base import Kernels, SamplingInputs
 
 MAX_LOGPROBS = 20
@@ -77,10 +78,11 @@ class Sampler:
         # Of each row: whose counts it holds, and after how many preemptions.
         self._counted: list[tuple[Request | None, int]] = [(None, 0)] * (max_batch + 1)
         self._group: _Group | None = None
+        self._mask = MaskBuffer(max_batch, vocab_size, device)
 
     @staticmethod
     def nbytes(max_batch: int, vocab_size: int) -> int:
-        return (max_batch + 1) * (8 + 5 * vocab_size)
+        return (max_batch + 1) * (8 + 5 * vocab_size) + MaskBuffer.nbytes(max_batch, vocab_size)
 
     def ensure_last_tokens(self, chunks: Sequence[Chunk]) -> None:
         """Makes `last_tokens` hold each chunk's first token, from the host where no step of its row drew it."""
@@ -103,15 +105,20 @@ class Sampler:
         for chunk in chunks:
             self._held[chunk.request.row] = (None, 0)
 
-    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> Draw:
+    def sample(self, logits: Tensor, chunks: Sequence[Chunk], mask: TokenMask | None = None) -> Draw:
         """Draws the token after each chunk and keeps it as its row's last.
 
         Args:
             logits: [n, vocab] of the model's dtype, one row per chunk; not changed.
             chunks: those of the step that sample, in batch order.
+            mask: tokens that may follow; its rows are indices of chunks.
         """
         group = self._group_of(chunks)
-        adjusted = self._adjust(logits, group, chunks) if group.penalties or group.biased else logits
+        adjusted = logits
+        if group.penalties or group.biased or mask is not None:
+            adjusted = self._adjust(logits, group, chunks)
+        if mask is not None:
+            self._mask.apply(self._kernels, adjusted, mask)
         draws = group.draws
         if draws is None:
             tokens = adjusted.argmax(dim=-1)

@@ -50,4 +50,6 @@ def base_keys(keys: tuple[ShapeKey, ...]) -> tuple[ShapeKey, ...]:
 
 
 def _asks_for_more(params: SamplingParams) -> bool:
-    return bool(params.has_penalties or params.logit_bias or params.logprobs is not None or params.min_tokens)
+    return bool(
+        params.has_penalties or params.logit_bias or params.logprobs is not None or params.min_tokens or params.grammar
+    )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gplan.errors import UnsupportedError
+from gplan.kernels.masking import mask_tokens
 
 IntArray = npt.NDArray[np.int32]
 
@@ -261,3 +262,8 @@ class Kernels(ABC):
     ) -> None:
         """Penalises seen tokens in place: logits [n, vocab] float32, output_counts [n, vocab] int32, in_prompt
         [n, vocab] bool, the three penalties [n] float32."""
+
+    def apply_token_mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Composite: sets logits [n, vocab] float32 to minus infinity in place, in the rows [k] int64, where bit t % 32
+        of word t // 32 of bits [k, ceil(vocab / 32)] int32 is 0."""
+        mask_tokens(logits, rows, bits)

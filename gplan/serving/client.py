@@ -30,6 +30,7 @@ from gplan.serving.protocol import (
     Add,
     Debug,
     Drain,
+    Failed,
     Fatal,
     Idle,
     Message,
@@ -77,7 +78,7 @@ class _Stream:
     """An open request."""
 
     take: Callable[[Output], None]
-    interrupt: Callable[[], None]
+    interrupt: Callable[[str], None]
     submitted_at: float
     last_token_at: float | None = None
 
@@ -162,7 +163,7 @@ class EngineClient:
         prompt: Sequence[int],
         params: SamplingParams,
         take: Callable[[Output], None],
-        interrupt: Callable[[], None],
+        interrupt: Callable[[str], None],
         client: str = "",
     ) -> None:
         """Hands a request over.
@@ -170,7 +171,8 @@ class EngineClient:
         Args:
             client: whom it is for.
             take: called with each of its outputs as it arrives.
-            interrupt: called if the engine dies before the last output.
+            interrupt: called if the last output will not come: with the reason where it is the request's own, with
+                nothing where the engine died.
 
         Raises:
             EngineDiedError: there is no engine any more.
@@ -238,6 +240,10 @@ class EngineClient:
                 case Ready():
                     self._remove_folder()
                     ready.set_result(message)
+                case Failed():
+                    opened = self._streams.pop(message.id, None)
+                    if opened is not None:
+                        opened.interrupt(message.message)
                 case Fatal():
                     self._die(message)
 
@@ -270,7 +276,7 @@ class EngineClient:
         lost = list(self._streams.values())
         self._streams.clear()
         for opened in lost:
-            opened.interrupt()
+            opened.interrupt("")
         self.died.set()
 
 

@@ -10,16 +10,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from formats.plan import Limits
 from gplan.core import Batch, FinishReason, Request, ShapeKey
 from gplan.graphs.executor import Step, StepResult
+from gplan.graphs.masking import TokenMask
 from gplan.scheduling.scheduler import Scheduler
-from gplan.serving.protocol import Abort, Add, Drain, FromEngine, Idle, Output, Outputs, StepStats, ToEngine
+from gplan.serving.grammar.constraints import Constraints
+from gplan.serving.protocol import Abort, Add, Drain, Failed, FromEngine, Idle, Output, Outputs, StepStats, ToEngine
 
 IDLE_WAIT_MS = 200
 """How long an idle engine waits for a message before it looks whether its parent still lives."""
+
+COMPILE_WAIT_MS = 2
+"""The same while it waits for nothing but a grammar."""
 
 
 class Executes(Protocol):
@@ -28,7 +34,7 @@ class Executes(Protocol):
     @property
     def result_lag(self) -> int: ...
 
-    def launch(self, batch: Batch) -> Step: ...
+    def launch(self, batch: Batch, mask: Callable[[], TokenMask | None] | None = None) -> Step: ...
 
     def collect(self, step: Step) -> StepResult: ...
 
@@ -47,16 +53,26 @@ class Engine:
 
     Args:
         is_orphan: whether nobody is left to serve.
+        constraints: of requests that have a grammar.
     """
 
     def __init__(
-        self, executor: Executes, limits: Limits, num_pages: int, channel: Channel, is_orphan: Callable[[], bool]
+        self,
+        executor: Executes,
+        limits: Limits,
+        num_pages: int,
+        channel: Channel,
+        is_orphan: Callable[[], bool],
+        constraints: Constraints | None = None,
     ) -> None:
         self._executor, self._channel, self._is_orphan = executor, channel, is_orphan
+        self._constraints = constraints or Constraints(None)
         self._scheduler = Scheduler(limits, num_pages)
         self._num_pages = num_pages - 1
         self._requests: dict[str, Request] = {}
         self._flying: deque[Step] = deque()
+        self._read: dict[Step, StepResult] = {}
+        """Results of flying steps that a mask needed early."""
         self._is_draining = False
         self._reported_idle = True
 
@@ -65,12 +81,19 @@ class Engine:
         while not (self._is_draining and self._is_idle):
             if self._is_orphan():
                 return
-            self._receive(IDLE_WAIT_MS if self._is_idle else 0)
+            self._receive(self._wait_ms)
+            self._settle_grammars()
             self._step()
 
     @property
     def _is_idle(self) -> bool:
-        return not self._flying and not self._scheduler.has_work
+        return not self._flying and not self._scheduler.has_work and not self._constraints.is_compiling
+
+    @property
+    def _wait_ms(self) -> int:
+        if self._flying or self._scheduler.has_work:
+            return 0
+        return COMPILE_WAIT_MS if self._constraints.is_compiling else IDLE_WAIT_MS
 
     def _receive(self, wait_ms: int) -> None:
         for message in self._channel.receive(wait_ms):
@@ -79,8 +102,7 @@ class Engine:
                     self._add(message)
                 case Abort():
                     for name in message.ids:
-                        if self._requests.pop(name, None) is not None:
-                            self._scheduler.abort(name)
+                        self._abort(name)
                 case Drain():
                     self._is_draining = True
 
@@ -94,15 +116,33 @@ class Engine:
             client=message.client,
         )
         self._requests[request.id] = request
-        self._scheduler.add(request)
+        if request.params.grammar:
+            self._constraints.begin(request)
+        else:
+            self._scheduler.add(request)
         self._reported_idle = False
+
+    def _abort(self, name: str) -> None:
+        if self._requests.pop(name, None) is not None:
+            self._scheduler.abort(name)
+            self._constraints.forget(name)
+
+    def _settle_grammars(self) -> None:
+        """Schedules requests whose grammars are compiled, and ends those whose grammars fail."""
+        for request in self._constraints.take_compiled():
+            self._scheduler.add(request)
+        for request, why in self._constraints.take_failed():
+            if self._requests.get(request.id) is request:
+                self._abort(request.id)
+                self._channel.send(Failed(request.id, why))
 
     def _step(self) -> None:
         batch = self._scheduler.schedule()
-        assert batch is not None or self._flying or self._is_idle, "requests wait, and nothing can run"
+        assert batch is not None or self._flying or not self._scheduler.has_work, "requests wait, and nothing can run"
         if batch is not None:
+            mask = partial(self._mask, batch) if self._constraints.applies_to(batch) else None
             with _naming(batch, None):
-                self._flying.append(self._executor.launch(batch))
+                self._flying.append(self._executor.launch(batch, mask))
         keep = self._executor.result_lag if batch is not None else 0
         while len(self._flying) > keep:
             self._collect(self._flying.popleft())
@@ -110,9 +150,21 @@ class Engine:
             self._reported_idle = True
             self._channel.send(Idle(self._num_pages - self._scheduler.num_free_pages))
 
-    def _collect(self, step: Step) -> None:
+    def _mask(self, batch: Batch) -> TokenMask | None:
+        """What may follow in a batch whose forward pass is on its way: waits for the tokens of the steps before it."""
+        for step in self._flying:
+            self._read[step] = self._result_of(step)
+        return self._constraints.mask(batch, [(step.batch, self._read[step].tokens) for step in self._flying])
+
+    def _result_of(self, step: Step) -> StepResult:
+        if step in self._read:
+            return self._read[step]
         with _naming(step.batch, step.key):
-            result = self._executor.collect(step)
+            return self._executor.collect(step)
+
+    def _collect(self, step: Step) -> None:
+        result = self._result_of(step)
+        self._read.pop(step, None)
         before = [len(chunk.request.tokens) for chunk in step.batch.chunks if chunk.samples]
         finished = {request.id for request in self._scheduler.update(step.batch, result.tokens)}
         sampling = [chunk.request for chunk in step.batch.chunks if chunk.samples]
@@ -125,6 +177,7 @@ class Engine:
                 outputs.append(output)
             if request.id in finished:
                 del self._requests[request.id]
+                self._constraints.forget(request.id)
         self._channel.send(Outputs(outputs, self._stats(step, result, sum(len(o.tokens) for o in outputs))))
 
     def _output(

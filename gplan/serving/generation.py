@@ -212,7 +212,7 @@ class Engine(Protocol):
         prompt: Sequence[int],
         params: SamplingParams,
         take: Callable[[Output], None],
-        interrupt: Callable[[], None],
+        interrupt: Callable[[str], None],
         client: str = "",
     ) -> None: ...
 
@@ -268,7 +268,7 @@ class Generation:
 
         Raises:
             InterruptedAnswerError: the engine died.
-            AnswerGivenUpError: its time was over, or too much of it was left unread.
+            AnswerGivenUpError: its time was over, too much of it was left unread, or the engine cannot go on with it.
             ClientGoneError: `close` was called.
         """
         while self._open:
@@ -331,8 +331,12 @@ class Generation:
 
         return take
 
-    def _interrupt(self) -> None:
-        self._give_up(InterruptedAnswerError("the engine died", "Ask again once the server is back."))
+    def _interrupt(self, why: str) -> None:
+        if why:
+            message = f"the answer cannot go on: {why}"
+            self._give_up(AnswerGivenUpError(500, "answer_failed", message, "Ask for something simpler."))
+        else:
+            self._give_up(InterruptedAnswerError("the engine died", "Ask again once the server is back."))
 
     def _expire(self) -> None:
         stage = "answer was complete" if self._has_begun else "first token"

@@ -127,6 +127,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
         num_pages: pages that requests may hold.
         accepted_drift: sentences on drift that the user accepted, then advisory ones.
         debug_costs: sentences on what the checks that were asked for cost.
+        no_grammars: why no answer can follow a grammar; empty where it can.
     """
 
     ledger: list[LedgerActual]
@@ -135,12 +136,20 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     num_pages: int
     seconds: float
     debug_costs: list[str]
+    no_grammars: str
 
 
 class Idle(Message, frozen=True, array_like=True, tag=True):
     """No step is under way and nothing waits."""
 
     pages_used: int
+
+
+class Failed(Message, frozen=True, array_like=True, tag=True):
+    """One request cannot go on, for a reason of its own; nothing more of it will come."""
+
+    id: str
+    message: str
 
 
 class Fatal(Message, frozen=True, array_like=True, tag=True):
@@ -151,7 +160,7 @@ class Fatal(Message, frozen=True, array_like=True, tag=True):
     code: int
 
 
-FromEngine = Outputs | Progress | Ready | Idle | Fatal
+FromEngine = Outputs | Progress | Ready | Idle | Failed | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

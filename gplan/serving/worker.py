@@ -112,9 +112,12 @@ def _serve(channel: SocketChannel, parent: int) -> None:
     if start is None:
         return
     from gplan.serving.engine import Engine
+    from gplan.serving.grammar.constraints import Constraints
+    from gplan.serving.grammar.vocabulary import GrammarsAtStart
     from gplan.serving.startup import start_executor
 
     plan = decode(start.plan)
+    grammars = GrammarsAtStart(start.checkpoint, plan.model.vocab_size)
     ready = start_executor(
         plan,
         start.checkpoint,
@@ -122,6 +125,7 @@ def _serve(channel: SocketChannel, parent: int) -> None:
         start.accept_drift,
         start.debug,
     )
+    vocabulary, no_grammars = grammars.result()
     gc.collect()
     gc.freeze()
     channel.send(
@@ -132,9 +136,10 @@ def _serve(channel: SocketChannel, parent: int) -> None:
             num_pages=plan.num_kv_pages - 1,
             seconds=ready.seconds,
             debug_costs=list(ready.debug_costs),
+            no_grammars=no_grammars,
         )
     )
-    Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan).run()
+    Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan, Constraints(vocabulary)).run()
     ready.executor.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 from formats.plan import Limits
 from gplan.core import Batch, SamplingParams
 from gplan.graphs.executor import Outcome, Step, StepResult
+from gplan.graphs.masking import TokenMask
 from gplan.serving.engine import Engine
 from gplan.serving.protocol import Abort, Add, Drain, FromEngine, Idle, Outputs, ToEngine
 from tests.scheduling.serve import STOP_TOKEN, Device, answer, limits
@@ -25,7 +26,8 @@ class Arithmetic:
         self._unread: deque[tuple[Step, list[int]]] = deque()
         self.launched: list[Batch] = []
 
-    def launch(self, batch: Batch) -> Step:
+    def launch(self, batch: Batch, mask: Callable[[], TokenMask | None] | None = None) -> Step:
+        assert mask is None
         step = Step(batch, None, "eager_backend", 0.0, lambda: pytest.fail("not a tensor"), None)  # type: ignore[arg-type]
         self._unread.append((step, self._device.launch(batch)))
         self.launched.append(batch)

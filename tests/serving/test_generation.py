@@ -24,7 +24,7 @@ class Hand:
 
     def __init__(self) -> None:
         self.takes: dict[str, Callable[[Output], None]] = {}
-        self.interrupts: list[Callable[[], None]] = []
+        self.interrupts: list[Callable[[str], None]] = []
         self.aborted: list[str] = []
 
     def submit(
@@ -33,7 +33,7 @@ class Hand:
         prompt: Sequence[int],
         params: SamplingParams,
         take: Callable[[Output], None],
-        interrupt: Callable[[], None],
+        interrupt: Callable[[str], None],
         client: str = "",
     ) -> None:
         assert name not in self.takes
@@ -205,7 +205,7 @@ def test_what_came_before_the_engine_died_is_read_first() -> None:
         generation = begin(hand, job())
         (name,) = hand.takes
         hand.takes[name](Output(name, made.byte_level().encode("dog").ids, [], ""))
-        hand.interrupts[0]()
+        hand.interrupts[0]("")
         ((_, delta),) = await generation.read()
         assert delta.text == "dog"
         with pytest.raises(InterruptedAnswerError):

@@ -17,7 +17,7 @@ from gplan.kernels.flashinfer.gemm_rules import choose
 from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
 from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
-from gplan.kernels.flashinfer.sampling import penalise, sample
+from gplan.kernels.flashinfer.sampling import mask_tokens, penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
 
 HEAD_DIMS = (64, 128, 256)
@@ -146,6 +146,9 @@ class FlashInferKernels(Kernels):
         frequency: Tensor,
     ) -> None:
         penalise(logits, output_counts, in_prompt, repetition, presence, frequency)
+
+    def apply_token_mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        mask_tokens(logits, rows, bits)
 
     def _multiply(self, operands: Operands) -> bool:
         config = choose(operands.product)

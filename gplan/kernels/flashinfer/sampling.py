@@ -1,4 +1,4 @@
-"""Launches of drawing tokens and of penalties."""
+"""Launches of drawing tokens, of penalties and of masks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from gplan.kernels.base import SamplingInputs
-from gplan.kernels.flashinfer.sampling_triton import penalise_kernel, sample_kernel
+from gplan.kernels.flashinfer.sampling_triton import mask_kernel, penalise_kernel, sample_kernel
 
 _SAMPLE_BLOCK = 8192
 _PENALTY_BLOCK = 4096
+_MASK_BLOCK = 4096
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -55,4 +56,15 @@ def penalise(
             vocab,
             BLOCK=_PENALTY_BLOCK,
             num_warps=8,
+        )
+
+
+def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """See `Kernels.apply_token_mask`."""
+    (num_rows, words), vocab = bits.shape, logits.shape[1]
+    assert logits.is_contiguous()
+    assert bits.is_contiguous()
+    if num_rows:
+        mask_kernel[(num_rows, -(-vocab // _MASK_BLOCK))](
+            logits, rows, bits, vocab, words, BLOCK=_MASK_BLOCK, num_warps=8
         )

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Drawing tokens and penalising logits, in Triton. The meaning is that of `gplan.kernels.sampling`, without its sort.
+"""Drawing tokens, penalising and masking logits, in Triton. The meaning is that of `gplan.kernels.sampling`, without
+its sort.
 
 A place in the order of falling logits is found by the mass (or number) of tokens before it. So a program, which has a
 row to itself, builds the searched logit's bits from the highest down, each by one pass over the row: as an integer that
@@ -202,3 +203,15 @@ def penalise_kernel(logits, output_counts, in_prompt, repetition, presence, freq
     score = tl.where(seen, repeated, score)
     score -= tl.where(count > 0, tl.load(presence + row), 0.0) + tl.load(frequency + row) * count.to(tl.float32)
     tl.store(logits + row * VOCAB + at, score, mask=inside)
+
+
+@triton.jit
+def mask_kernel(logits, rows, bits, VOCAB, WORDS, BLOCK: tl.constexpr):
+    """See `Kernels.apply_token_mask`. Grid (masked rows, blocks of the vocabulary)."""
+    masked = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + masked)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < VOCAB
+    word = tl.load(bits + masked * WORDS + (at >> 5), mask=inside, other=0)
+    forbidden = ((word >> (at & 31)) & 1) == 0
+    tl.store(logits + row * VOCAB + at, float("-inf"), mask=inside & forbidden)

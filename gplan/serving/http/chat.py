@@ -23,6 +23,7 @@ from formats.openai import (
 )
 from formats.openai_rules import decode_chat
 from gplan.serving.generation import Answer, Delta, Job, Scored
+from gplan.serving.grammar.library import GrammarError, schema_grammar
 from gplan.serving.http.answers import chat_logprobs, finish_reason, usage_of
 from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.errors import ApiError
@@ -77,7 +78,22 @@ def _jobs(service: Service, body: ChatCompletionRequest) -> list[Job]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         param="messages",
         continues_prompt=False,
+        grammar=_grammar(service, body),
     )
+
+
+def _grammar(service: Service, body: ChatCompletionRequest) -> str:
+    """What the answer must follow; empty where it may be any text."""
+    schema = None if body.response_format is None else body.response_format.schema
+    if schema is None:
+        return ""
+    service.require_grammars("response_format")
+    try:
+        return schema_grammar(schema)
+    except GrammarError as error:
+        raise ApiError(
+            400, f"response_format: {error.message}", param="response_format", code="invalid_schema"
+        ) from None
 
 
 def _response(

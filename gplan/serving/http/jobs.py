@@ -38,6 +38,7 @@ class JobMaker:
         logprobs: int | None,
         param: str,
         continues_prompt: bool,
+        grammar: str = "",
     ) -> list[Job]:
         """`count` answers to one prompt. With a seed, the first is what it would be alone.
 
@@ -45,6 +46,7 @@ class JobMaker:
             max_tokens: as the request says it, None where it does not.
             default_max_tokens: what is generated then, if it fits; None for as many as fit.
             param: name of the prompt in the request, for errors.
+            grammar: what the answers must follow.
 
         Raises:
             ApiError: 400; names the parameter and the figures.
@@ -59,10 +61,8 @@ class JobMaker:
         # A negative seed is as good as any; its sign must not be lost.
         seed = seed if seed >= 0 else (~seed * _SEED_STEP) & _SEED_MASK ^ _NEGATIVE
         seeds = [(seed + index * _SEED_STEP) & _SEED_MASK for index in range(count)]
-        return [
-            Job(tuple(prompt), self._params(request, limit, logprobs, each), request.stop_strings, continues_prompt)
-            for each in seeds
-        ]
+        params = [self._params(request, limit, logprobs, each, grammar) for each in seeds]
+        return [Job(tuple(prompt), each, request.stop_strings, continues_prompt) for each in params]
 
     def _room(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> int:
         if not prompt:
@@ -84,7 +84,9 @@ class JobMaker:
         if ids and max(ids) >= self.vocab_size:
             raise ApiError(400, f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}", param=param)
 
-    def _params(self, request: SamplingRequest, limit: int, logprobs: int | None, seed: int) -> SamplingParams:
+    def _params(
+        self, request: SamplingRequest, limit: int, logprobs: int | None, seed: int, grammar: str
+    ) -> SamplingParams:
         bias = request.logit_bias or {}
         self._check_ids(tuple(bias), "logit_bias")
         self._check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -105,6 +107,7 @@ class JobMaker:
             logprobs=logprobs,
             stop_token_ids=stop_ids,
             min_tokens=request.min_tokens or 0,
+            grammar=grammar,
         )
 
 

@@ -78,6 +78,15 @@ class Service:
                 code="model_not_found",
             )
 
+    def require_grammars(self, param: str) -> None:
+        """
+        Raises:
+            ApiError: 400 where no answer can follow a grammar, and why.
+        """
+        why = self.ready.no_grammars
+        if why:
+            raise ApiError(400, f"{param} is not available here: {why}", param=param, code="unsupported_parameter")
+
     def refuse_early(self, request: Request) -> None:
         """Refuses, before its body is read, a request that could not be let in whatever it asks for.
 
