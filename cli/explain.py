@@ -12,7 +12,7 @@ from formats.plan import Bucket, PhasePlan, Plan, bucket_key, is_base, plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import Admission, PhaseSetup
-from gplan.scheduling.times import interpolate
+from gplan.scheduling.times import interpolate, rows_us
 
 REASONS = {
     "eager_backend": "the plan captures nothing in this phase",
@@ -43,7 +43,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         key: the bucket that is replayed; empty where the batch runs eagerly.
         reason: why it runs eagerly; empty where it is replayed.
-        step_us: expected time of the step; None where the plan holds no times.
+        step_us: expected time of the step, each request with as much behind it as when it was timed; None where the
+            plan holds no times.
         padding_us: of it, beyond a replay at the exact size, were that a bucket.
         alternative: the other way to run it, and its expected time.
         variants: graphs that replace the key's for some batches.
@@ -95,9 +96,9 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
             f"--size {size}: no {phase} step has more than {part.max_size} {unit}", "Ask for a size up to that."
         )
     verdict = Admission(PhaseSetup.from_plan(part)).at(size)
-    graph_us = {bucket.size: bucket.graph.median_us for bucket in part.base_ladder if bucket.graph is not None}
-    eager_us = {bucket.size: bucket.eager.median_us for bucket in part.base_ladder}
+    graph_us, eager_us = part.graph_us, part.eager_us
     eager = interpolate(eager_us, size) if eager_us else None
+    rows = rows_us(Phase(phase), part.costs, part.max_size, plan.limits.max_len)
     above = next((bucket.size for bucket in part.base_ladder if bucket.size >= size), None)
     if verdict.key is None:
         return Explanation(
@@ -110,9 +111,10 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
             step_us=eager,
             padding_us=0.0,
             alternative="" if above is None else f"replay {phase}:{above}",
-            alternative_us=None if above is None else graph_us[above],
+            alternative_us=None if above is None else graph_us[above] - rows[above] + rows[size],
         )
     bucket = verdict.key.size
+    step_us = graph_us[bucket] - rows[bucket] + rows[size]
     return Explanation(
         plan_id=plan_id(plan),
         phase=phase,
@@ -120,8 +122,8 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
         key=str(verdict.key),
         reason="",
         padding_rows=bucket - size,
-        step_us=graph_us[bucket],
-        padding_us=max(0.0, graph_us[bucket] - interpolate(graph_us, size)),
+        step_us=step_us,
+        padding_us=max(0.0, step_us - interpolate(graph_us, size)),
         alternative="eager",
         alternative_us=eager,
         variants=tuple(_variant(part, other) for other in part.ladder if other.size == bucket and _is_special(other)),

@@ -17,7 +17,7 @@ from formats.workload import read_workload
 from gplan.scheduling.report import Distribution, PhaseReport, SimulationReport
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate as run_simulation
-from gplan.scheduling.times import StepTimes, times_of_plan
+from gplan.scheduling.times import times_of_plan
 
 
 class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
     read = read_plan(plan)
     trace = read_workload(workload)
     trace = trace.sped_up(speedup).truncated(read.limits.max_len)
-    times = StepTimes(times_of_plan(read.decode), times_of_plan(read.prefill))
+    times = times_of_plan(read)
     lag = 1 if read.fingerprint.device == "cuda" else 0
     view = SimulationView(
         plan_id=plan_id(read),

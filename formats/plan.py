@@ -146,6 +146,53 @@ class Bucket(Record, frozen=True, kw_only=True):
     interpolated: bool = False
 
 
+class SizeTiming(Record, frozen=True, kw_only=True):
+    """Times of a size that is no bucket: measured to choose the ladder, or to know what eager steps take."""
+
+    size: int
+    graph: Timing | None = None
+    eager: Timing | None = None
+
+
+class Prediction(Record, frozen=True, kw_only=True):
+    """A replay of a size that was read off its neighbours before it was measured."""
+
+    size: int
+    predicted_us: float
+    measured_us: float
+
+
+class ContextTiming(Record, frozen=True, kw_only=True):
+    """A step of `size`, of whose requests `decodes` decode after `context` cached tokens each; without any, it is one
+    prompt's after `context` of its tokens."""
+
+    size: int
+    decodes: int
+    context: int
+    timing: Timing
+
+
+class Costs(Record, frozen=True, kw_only=True):
+    """What a step of a phase takes beside what its size says.
+
+    Attributes:
+        context: cached tokens of each request when sizes were timed.
+        contexts: steps timed at other contexts, from which the two figures below come.
+        cached_us: per cached token that a request which decodes reads.
+        pair_us: per prompt token and token before it, cached or in the same step: what attention compares.
+        beyond_us: (requests, microseconds) ascending: what a step takes beyond its forward (sampling, and what the host
+            does while the device waits) as steps follow each other.
+        host_us: what the host does from a result to the next step's start; hidden where a step runs meanwhile.
+    """
+
+    context: int = 0
+    contexts: tuple[ContextTiming, ...] = ()
+    cached_us: float = 0.0
+    pair_us: float = 0.0
+    beyond_us: tuple[tuple[int, float], ...] = ()
+    host_us: float = 0.0
+
+
 class Rejection(Record, frozen=True, kw_only=True):
     """A backend that was not chosen, and the reason with its figures."""
 
@@ -171,6 +218,8 @@ class PhasePlan(Record, frozen=True, kw_only=True):
         request_slots: request slots of a prefill graph that holds its attention (backend or variant `full`), else 0.
         padding_cap: a batch is replayed only if bucket <= size * (1 + padding_cap), compared in rows.
         eager_sizes: sizes up to the maximum that run eagerly although a bucket covers them, as [first, last] ranges.
+        other_sizes: times of sizes that are no bucket, ascending.
+        predictions: how well times between measured sizes were foretold.
     """
 
     phase: PhaseName
@@ -181,6 +230,23 @@ class PhasePlan(Record, frozen=True, kw_only=True):
     padding_cap: float | None = None
     eager_sizes: tuple[tuple[int, int], ...] = ()
     rejected: tuple[Rejection, ...] = ()
+    other_sizes: tuple[SizeTiming, ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    costs: Costs = Costs()
+
+    @property
+    def graph_us(self) -> dict[int, float]:
+        """Replays by size, as measured: of buckets and of other sizes."""
+        return {entry.size: entry.graph.median_us for entry in self._timed if entry.graph is not None}
+
+    @property
+    def eager_us(self) -> dict[int, float]:
+        """Eager steps by size, as measured."""
+        return {entry.size: entry.eager.median_us for entry in self._timed if entry.eager is not None}
+
+    @property
+    def _timed(self) -> tuple[Bucket | SizeTiming, ...]:
+        return (*self.other_sizes, *(bucket for bucket in self.base_ladder if bucket.width == 1))
 
     @property
     def slot_limit(self) -> int:

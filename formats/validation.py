@@ -168,6 +168,7 @@ def _phase(phase: PhasePlan, name: str, maximum: int, maximum_path: str, plan: P
     yield from _variants(phase, name)
     yield from _slots(phase, name, plan.limits.max_batch)
     yield from _eager_sizes(phase, f"{name}.eager_sizes")
+    yield from _measured(phase, name, plan.limits.max_batch)
     rejected = [rejection.backend for rejection in phase.rejected]
     for index, backend in enumerate(rejected):
         if backend == phase.backend or backend in rejected[:index]:
@@ -246,6 +247,27 @@ def _eager_sizes(phase: PhasePlan, path: str) -> Iterator[Problem]:
         end = last
 
 
+def _measured(phase: PhasePlan, name: str, max_batch: int) -> Iterator[Problem]:
+    """Times beside those of the ladder."""
+    buckets = {bucket.size for bucket in phase.base_ladder if bucket.width == 1}
+    for index, entry in enumerate(phase.other_sizes):
+        path = f"{name}.other_sizes[{index}]"
+        if entry.size in buckets:
+            yield path, f"{entry.size} is a bucket"
+        if entry.graph is None and entry.eager is None:
+            yield path, "has no time"
+    yield from _ascending([entry.size for entry in phase.other_sizes], f"{name}.other_sizes", phase.max_size)
+    for index, prediction in enumerate(phase.predictions):
+        if not 1 <= prediction.size <= phase.max_size:
+            yield f"{name}.predictions[{index}].size", f"{prediction.size} is outside 1 to max_size {phase.max_size}"
+        if not prediction.measured_us:
+            yield f"{name}.predictions[{index}].measured_us", "is 0; nothing takes no time"
+    for index, timed in enumerate(phase.costs.contexts):
+        if not 1 <= timed.size <= phase.max_size:
+            yield f"{name}.costs.contexts[{index}].size", f"{timed.size} is outside 1 to max_size {phase.max_size}"
+    yield from _ascending([requests for requests, _ in phase.costs.beyond_us], f"{name}.costs.beyond_us", max_batch)
+
+
 def _ledger(plan: Plan) -> Iterator[Problem]:
     names = [row.name for row in plan.ledger]
     for index, name in enumerate(names):
@@ -295,8 +317,12 @@ def _workload(plan: Plan) -> Iterator[Problem]:
 
 
 def _steps(steps: Sequence[tuple[int, int]], path: str, maximum: int) -> Iterator[Problem]:
+    yield from _ascending([size for size, _ in steps], path, maximum)
+
+
+def _ascending(sizes: Sequence[int], path: str, maximum: int) -> Iterator[Problem]:
     previous = 0
-    for index, (size, _) in enumerate(steps):
+    for index, size in enumerate(sizes):
         if not 1 <= size <= maximum:
             yield f"{path}[{index}]", f"size {size} is outside 1 to {maximum}"
         elif size <= previous:

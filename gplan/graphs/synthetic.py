@@ -60,6 +60,12 @@ class BatchMaker:
             size, row = size - length, row + 1
         return Batch(Phase.PREFILL, tuple(chunks))
 
+    def mixed(self, size: int, decodes: int, context: int, params: SamplingParams = GREEDY) -> Batch:
+        """`decodes` requests that each add the token at position `context`, and a prompt of the other tokens."""
+        self._next_page = 1
+        chunks = [self._chunk(row, context, 1, params) for row in range(1, decodes + 1)]
+        return Batch(Phase.PREFILL, (*chunks, self._chunk(decodes + 1, 0, size - decodes, params)))
+
     def ragged(self, size: int, num_requests: int, cached: int = 0, params: SamplingParams = GREEDY) -> Batch:
         """`size` tokens over `num_requests` prompts of nearly equal length, the first after `cached` tokens."""
         self._next_page = 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from formats.plan import BackendName, Bucket, Receipt
+import msgspec
+
+from formats.plan import BackendName, Bucket, Costs, Receipt, Timing
 from gplan.core import Phase, ShapeKey
 from gplan.errors import FitError
 from gplan.graphs.admission import PhaseSetup
@@ -27,6 +30,7 @@ from gplan.kernels.base import KernelShape
 from gplan.models import load_model
 from gplan.planning.backends import Trial
 from gplan.planning.budget import Needs, most_useful_pages, pages_of
+from gplan.planning.costs import measure_costs
 from gplan.planning.options import Progress
 from gplan.planning.profiler import Patience, Profiler
 from gplan.planning.resolve import Resolved
@@ -42,10 +46,11 @@ POOL_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The graphs that will be served: what capturing each took, its times, and its receipt."""
+    """Graphs of both phases in one pool: what capturing each took, its times, and its receipt where it was checked."""
 
     captured: tuple[Captured, ...]
-    buckets: dict[ShapeKey, Bucket]
+    buckets: Mapping[ShapeKey, Bucket]
+    costs: Mapping[Phase, Costs]
     receipts: tuple[Receipt, ...]
 
     def pool_bytes(self, phase: Phase) -> int:
@@ -83,28 +88,57 @@ class Bench:
             return Trial(backend, {size: self.profiler.eager(phase, size) for size in sizes})
         setup = self.setup(phase, backend, sizes)
         other = self._empty_setup(Phase.PREFILL if phase is Phase.DECODE else Phase.DECODE)
-        executor = self._executor({phase: setup, other.phase: other})
-        profiler = self._profiler(executor)
-        times = {key.size: profiler.replay(key) for key in setup.keys}
-        executor.close()
-        return Trial(backend, times)
+        with self._captured({phase: setup, other.phase: other}) as (executor, _):
+            profiler = self._profiler(executor)
+            return Trial(backend, {key.size: profiler.replay(key) for key in setup.keys})
 
-    def measure(self, setups: dict[Phase, PhaseSetup]) -> Measured:
-        """Captures both phases as serve will, times every key and compares it with eager."""
-        executor = self._executor_of(setups)
-        captured = capture_all(executor, self._progress)
-        profiler = self._profiler(executor)
-        buckets, receipts = {}, []
-        with still(executor.device, "while graphs were timed"):
+    def measure(
+        self,
+        setups: Mapping[Phase, PhaseSetup],
+        eager: Mapping[Phase, Mapping[int, Timing]],
+        known: Measured | None = None,
+        *,
+        prove: bool = True,
+    ) -> Measured:
+        """Captures both phases as serve will, times every key, and compares it with eager.
+
+        Args:
+            eager: eager times of each phase, for one that captures nothing.
+            known: holds times of all keys, which are not timed again.
+            prove: whether to compare with eager; what is served has to be.
+        """
+        with self._captured(setups) as (executor, captured):
+            profiler, buckets, receipts = self._profiler(executor), {}, []
             for index, entry in enumerate(captured):
                 self._progress("measure", index, len(captured))
-                buckets[entry.key] = profiler.bucket(entry)
-                receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
-        self._progress("measure", len(captured), len(captured))
-        # Graphs themselves take device memory outside the allocator, so this is read while they are there.
-        self._non_torch = executor.device.memory().non_torch
+                if known is None:
+                    buckets[entry.key] = profiler.bucket(entry)
+                else:
+                    buckets[entry.key] = _captured_again(known.buckets[entry.key], entry)
+                if prove:
+                    receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
+            self._progress("measure", len(captured), len(captured))
+            costs = _costs(profiler, buckets, eager) if known is None else known.costs
+            # Graphs themselves take device memory outside the allocator, so this is read while they are there.
+            self._non_torch = executor.device.memory().non_torch
+        return Measured(captured, buckets, costs, tuple(reversed(receipts)))
+
+    def sample(self, setup: PhaseSetup, sizes: Sequence[int]) -> tuple[Bucket, ...]:
+        """Times a few more sizes of a phase, captured by themselves; ascending."""
+        keys = tuple(ShapeKey(setup.phase, size) for size in sizes)
+        other = self._empty_setup(Phase.PREFILL if setup.phase is Phase.DECODE else Phase.DECODE)
+        with self._captured({setup.phase: replace(setup, keys=keys), other.phase: other}) as (executor, captured):
+            profiler = self._profiler(executor)
+            return tuple(reversed([profiler.bucket(entry) for entry in captured]))
+
+    @contextmanager
+    def _captured(self, setups: Mapping[Phase, PhaseSetup]) -> Iterator[tuple[Executor, tuple[Captured, ...]]]:
+        graphs = make_graph_device(self.resolved.device)
+        executor = attach(self._parts, self._sampler, graphs, setups[Phase.DECODE], setups[Phase.PREFILL])
+        captured = capture_all(executor, self._progress)
+        with still(executor.device, "while graphs were timed"):
+            yield executor, captured
         executor.close()
-        return Measured(captured, buckets, tuple(reversed(receipts)))
 
     def needs(self, measured: Measured) -> Needs:
         """Every ledger row but the KV pool's and the headroom, with how its figure came about."""
@@ -142,15 +176,6 @@ class Bench:
         most = limits.max_batch if phase is Phase.DECODE else limits.chunk
         return PhaseSetup(phase=phase, backend="eager", keys=(), max_size=most)
 
-    def _executor_of(self, setups: dict[Phase, PhaseSetup]) -> Executor:
-        graphs = make_graph_device(self.resolved.device)
-        return attach(self._parts, self._sampler, graphs, setups[Phase.DECODE], setups[Phase.PREFILL])
-
-    def _executor(self, setups: dict[Phase, PhaseSetup]) -> Executor:
-        executor = self._executor_of(setups)
-        capture_all(executor, self._progress)
-        return executor
-
     def _profiler(self, executor: Executor) -> Profiler:
         return Profiler(executor, self.resolved.spec.vocab_size, self._patience)
 
@@ -185,3 +210,19 @@ class Bench:
                 f"{format_size(resolved.limits.memory_bytes)} in all",
                 "Give more with --memory.",
             )
+
+
+def _captured_again(bucket: Bucket, captured: Captured) -> Bucket:
+    """A bucket with what capturing it among others took; times are as they were."""
+    return msgspec.structs.replace(bucket, graph_bytes=captured.pool_bytes, capture_ms=captured.capture_ms)
+
+
+def _costs(
+    profiler: Profiler, buckets: Mapping[ShapeKey, Bucket], eager: Mapping[Phase, Mapping[int, Timing]]
+) -> dict[Phase, Costs]:
+    found = {}
+    for phase in Phase:
+        replays = {key.size: b.graph.median_us for key, b in buckets.items() if key.phase is phase and b.graph}
+        forward_us = replays or {size: timing.median_us for size, timing in eager[phase].items()}
+        found[phase] = measure_costs(profiler, phase, forward_us)
+    return found

@@ -4,7 +4,8 @@ Minimises, over ladders that hold the maximum,
 
     sum over sizes n of h(n) * T(n)  +  price * sum over buckets b of bytes(b)
 
-where h(n) is how many steps run at n and T(n) is a replay of the smallest bucket that holds n, or an eager step of n
+where h(n) is how many steps run at n and T(n) is a replay of the smallest bucket that holds n (its padding rows read no
+KV page, see `ladders`), or an eager step of n
 where that is cheaper or the bucket is more than the padding cap above n. At most `max_buckets` buckets; capturing them
 takes at most `capture_budget_ms`. Times need not grow with size.
 
@@ -41,6 +42,7 @@ class Problem:
         candidates: sizes that may be buckets; `maximum` is one in any case.
         graph_us: a replay of a bucket of each size; read at candidates.
         eager_us: an eager step of each size.
+        rows_us: of both, what real rows take by reading the KV pool; zero for nothing.
         graph_bytes, capture_ms: of a bucket of each size; read at candidates.
         byte_price_us: what a byte of graph memory costs, in the objective's microseconds.
         padding_cap: a bucket takes sizes n with bucket <= n * (1 + cap) only.
@@ -52,6 +54,7 @@ class Problem:
     candidates: tuple[int, ...]
     graph_us: FloatArray
     eager_us: FloatArray
+    rows_us: FloatArray
     graph_bytes: FloatArray
     capture_ms: FloatArray
     max_buckets: int
@@ -193,11 +196,15 @@ def _times(problem: Problem, sizes: IntArray, bucket_index: IntArray, ladder: In
         return np.zeros(0)
     bucket = ladder[bucket_index]
     eager = _eager_is_cheaper(problem, sizes, bucket) | ~may_take(bucket, sizes, problem.padding_cap)
-    return np.where(eager, problem.eager_us[sizes], problem.graph_us[bucket])
+    return np.where(eager, problem.eager_us[sizes], _replay_us(problem, sizes, bucket))
+
+
+def _replay_us(problem: Problem, sizes: IntArray, bucket: IntArray) -> FloatArray:
+    return problem.graph_us[bucket] - problem.rows_us[bucket] + problem.rows_us[sizes]
 
 
 def _eager_is_cheaper(problem: Problem, sizes: IntArray, bucket: IntArray) -> npt.NDArray[np.bool_]:
-    return problem.eager_us[sizes] * (1 + problem.eager_margin) < problem.graph_us[bucket]
+    return problem.eager_us[sizes] * (1 + problem.eager_margin) < _replay_us(problem, sizes, bucket)
 
 
 def _buckets_of(ladder: IntArray, sizes: IntArray) -> IntArray:
@@ -207,4 +214,4 @@ def _buckets_of(ladder: IntArray, sizes: IntArray) -> IntArray:
 def _dense(problem: Problem, sizes: IntArray, counts: FloatArray, candidates: IntArray) -> float:
     graph_us = np.full(problem.maximum + 1, np.inf)
     graph_us[candidates] = problem.graph_us[candidates]
-    return float(counts @ dense_us(sizes, graph_us, problem.eager_us, problem.padding_cap))
+    return float(counts @ dense_us(sizes, graph_us, problem.eager_us, problem.padding_cap, problem.rows_us))

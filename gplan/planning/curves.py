@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,6 +57,13 @@ class Curve:
             found.append((size, abs(line - value) / value))
         return tuple(found)
 
+    def widest_gaps(self, count: int) -> list[int]:
+        """The middles of the gaps between neighbours whose sizes are furthest apart in proportion, ascending."""
+        gaps = [(right / left, (left + right) // 2) for (left, _), (right, _) in itertools.pairwise(self.points)]
+        known = {size for size, _ in self.points}
+        widest = sorted((gap for gap in gaps if gap[1] not in known), reverse=True)[:count]
+        return sorted(size for _, size in widest)
+
     def with_point(self, size: int, value: float) -> Curve:
         return Curve(tuple(sorted([*self.points, (size, value)])))
 
@@ -96,31 +103,35 @@ class Refined:
 def refine(
     problem: Problem,
     curve: Curve,
-    measure: Callable[[int], float],
+    measure: Callable[[Sequence[int]], Sequence[float]],
     *,
     tolerance: float = 0.01,
     noise: float = 0.005,
     max_measurements: int = 32,
+    at_once: int = 8,
 ) -> Refined:
     """Measures until no ladder is likely to be better than the chosen one by more than `tolerance`.
 
     Args:
         problem: its `graph_us` is replaced by what the curve says.
         curve: first measurements, the maximum among them.
-        measure: a replay of a size, in microseconds.
+        measure: replays of sizes, ascending, in microseconds.
         noise: how far two measurements of one size may be apart, as a part of it.
+        at_once: sizes that are measured together at most, before it is looked at again what is in doubt.
     """
     assert curve.points[-1][0] == problem.maximum
     held_out: list[HeldOut] = []
     while True:
         hopeful, careful = _solutions(problem, curve, noise)
         gap = max(0.0, 1 - hopeful.objective_us / careful.objective_us) if careful.objective_us else 0.0
-        size = None if gap <= tolerance else _most_doubtful(problem, curve, (hopeful, careful), noise)
-        if size is None or len(held_out) == max_measurements:
+        most = min(at_once, max_measurements - len(held_out))
+        sizes = [] if gap <= tolerance else _doubtful(problem, curve, (hopeful, careful), noise)[:most]
+        if not sizes:
             return Refined(curve, careful, tuple(held_out), gap)
-        measured = measure(size)
-        held_out.append(HeldOut(size, float(curve.over(problem.maximum)[size]), measured))
-        curve = curve.with_point(size, measured)
+        line = curve.over(problem.maximum)
+        for size, measured in zip(sorted(sizes), measure(sorted(sizes)), strict=True):
+            held_out.append(HeldOut(size, float(line[size]), measured))
+            curve = curve.with_point(size, measured)
 
 
 def _solutions(problem: Problem, curve: Curve, noise: float) -> tuple[Solution, Solution]:
@@ -129,9 +140,9 @@ def _solutions(problem: Problem, curve: Curve, noise: float) -> tuple[Solution, 
     return solve(replace(problem, graph_us=low)), solve(replace(problem, graph_us=high))
 
 
-def _most_doubtful(problem: Problem, curve: Curve, solutions: tuple[Solution, ...], noise: float) -> int | None:
-    """The candidate nearest to the middle of the gap between measured sizes in which a chosen bucket's time, over the
-    steps that it would take, is least certain; None where every chosen bucket is measured."""
+def _doubtful(problem: Problem, curve: Curve, solutions: tuple[Solution, ...], noise: float) -> list[int]:
+    """Candidates in the middle of gaps between measured sizes, those first in whose gap a chosen bucket's time, over
+    the steps that it would take, is least certain; none where every chosen bucket is measured."""
     low, high = curve.between(problem.maximum, noise)
     known = {size for size, _ in curve.points}
     doubts: dict[int, float] = {}
@@ -139,11 +150,10 @@ def _most_doubtful(problem: Problem, curve: Curve, solutions: tuple[Solution, ..
         taken = _steps_by_bucket(problem, solution)
         for bucket in solution.ladder:
             if bucket not in known:
+                middle = _middle(problem, curve, bucket)
                 doubt = taken.get(bucket, 0) * float(high[bucket] - low[bucket])
-                doubts[bucket] = max(doubts.get(bucket, 0.0), doubt)
-    if not doubts:
-        return None
-    return _middle(problem, curve, max(doubts, key=lambda bucket: (doubts[bucket], -bucket)))
+                doubts[middle] = max(doubts.get(middle, 0.0), doubt)
+    return sorted(doubts, key=lambda size: (-doubts[size], size))
 
 
 def _steps_by_bucket(problem: Problem, solution: Solution) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from formats.plan import Bucket
 from gplan.planning.backends import MAX_NOISE
@@ -12,20 +12,26 @@ LEAST_GAIN = 0.03
 """Less is not worth an eager step: beside a running server the host has other work than launching kernels."""
 
 
-def cheaper_eagerly(ladder: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
+def cheaper_eagerly(
+    ladder: Sequence[Bucket], eager_us: Mapping[int, float], rows_us: Sequence[float]
+) -> tuple[tuple[int, int], ...]:
     """Ranges [first, last] of sizes whose eager time, read off the measured sizes beside them, is below the replay of
     the bucket that covers them by more than both measurements spread (`MAX_NOISE` at most), and by `LEAST_GAIN`.
 
     Sizes that are a bucket are never among them: the backend as a whole was chosen for those.
+
+    Args:
+        eager_us: at every measured size, those of the ladder among them.
+        rows_us: of each size, what its real rows took of its time; padding rows take none of it.
     """
-    eager_us = {bucket.size: bucket.eager.median_us for bucket in ladder}
     found: list[tuple[int, int]] = []
     below = 0
     for bucket in ladder:
         assert bucket.graph is not None
         noise = min(MAX_NOISE * bucket.graph.median_us, bucket.graph.spread_us + bucket.eager.spread_us)
-        bound = bucket.graph.median_us - max(noise, LEAST_GAIN * bucket.graph.median_us)
-        cheaper = [size for size in range(below + 1, bucket.size) if interpolate(eager_us, size) < bound]
+        bound = bucket.graph.median_us - max(noise, LEAST_GAIN * bucket.graph.median_us) - rows_us[bucket.size]
+        between = range(below + 1, bucket.size)
+        cheaper = [size for size in between if interpolate(eager_us, size) < bound + rows_us[size]]
         found += _ranges(cheaper)
         below = bucket.size
     return tuple(found)

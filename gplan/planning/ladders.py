@@ -2,7 +2,9 @@
 
 Owns no decision: `buckets` solves for a ladder, `curves` gives times of sizes that were not measured. Arrays of times
 are indexed by size: `graph_us[n]` is a replay of bucket n, `eager_us[n]` an eager step of n, in microseconds, both
-[maximum + 1] float64 with an unused first entry.
+[maximum + 1] float64 with an unused first entry. `rows_us[n]` is the part of both that n real rows take by what they
+read of the KV pool: padding rows read nothing, so a step of n replayed from bucket b takes
+`graph_us[b] - rows_us[b] + rows_us[n]`.
 """
 
 from __future__ import annotations
@@ -155,21 +157,24 @@ def ladder_cost(
     eager_us: FloatArray,
     padding_cap: float | None = None,
     eager_sizes: Sequence[tuple[int, int]] = (),
+    rows_us: FloatArray | None = None,
 ) -> LadderCost:
     """Runs every step at the smallest bucket that holds it, or eagerly: above the ladder, where the bucket is more than
     `padding_cap` above the size, and at `eager_sizes` ([first, last] ranges). Steps are within the arrays."""
     sizes, counts = split_steps(steps)
+    rows_us = np.zeros_like(graph_us) if rows_us is None else rows_us
     buckets = np.asarray([*ladder, 0], dtype=np.int64)
     bucket = buckets[np.searchsorted(buckets[:-1], sizes)]
     replayed = (bucket > 0) & may_take(bucket, sizes, padding_cap)
     for first, last in eager_sizes:
         replayed &= (sizes < first) | (sizes > last)
-    taken = np.where(replayed, graph_us[bucket], eager_us[sizes])
+    replay_us = graph_us[bucket] - rows_us[bucket] + rows_us[sizes]
+    taken = np.where(replayed, replay_us, eager_us[sizes])
     padded = counts * replayed
     return LadderCost(
         total_us=float(counts @ taken),
-        dense_us=float(counts @ dense_us(sizes, graph_us, eager_us, padding_cap)),
-        padding_us=float(padded @ (graph_us[bucket] - graph_us[sizes])),
+        dense_us=float(counts @ dense_us(sizes, graph_us, eager_us, padding_cap, rows_us)),
+        padding_us=float(padded @ (replay_us - graph_us[sizes])),
         padding_rows=int(padded @ (bucket - sizes)),
         replayed_steps=int(padded.sum()),
         eager_steps=int(counts.sum() - padded.sum()),
@@ -183,19 +188,23 @@ def regret(
     eager_us: FloatArray,
     padding_cap: float | None = None,
     eager_sizes: Sequence[tuple[int, int]] = (),
+    rows_us: FloatArray | None = None,
 ) -> float:
     """The regret alone; see `ladder_cost`."""
-    return ladder_cost(ladder, steps, graph_us, eager_us, padding_cap, eager_sizes).regret
+    return ladder_cost(ladder, steps, graph_us, eager_us, padding_cap, eager_sizes, rows_us).regret
 
 
-def dense_us(sizes: IntArray, graph_us: FloatArray, eager_us: FloatArray, padding_cap: float | None) -> FloatArray:
+def dense_us(
+    sizes: IntArray, graph_us: FloatArray, eager_us: FloatArray, padding_cap: float | None, rows_us: FloatArray
+) -> FloatArray:
     """The cheapest that a step of each size could be: eager, or replayed from any bucket that may take it."""
+    padding_us = graph_us - rows_us
     if padding_cap is None:
-        best = np.minimum.accumulate(graph_us[::-1])[::-1][sizes]
+        best = np.minimum.accumulate(padding_us[::-1])[::-1][sizes]
     else:
         highest = np.minimum(sizes * (1 + padding_cap), len(graph_us) - 1).astype(np.int64)
-        best = np.array([graph_us[size : last + 1].min() for size, last in zip(sizes, highest, strict=True)])
-    return np.minimum(best, eager_us[sizes])
+        best = np.array([padding_us[size : last + 1].min() for size, last in zip(sizes, highest, strict=True)])
+    return np.minimum(best + rows_us[sizes], eager_us[sizes])
 
 
 def may_take(bucket: IntArray, sizes: IntArray, padding_cap: float | None) -> npt.NDArray[np.bool_]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -14,7 +17,7 @@ from gplan.core import Batch, Phase, ShapeKey
 from gplan.graphs.admission import Verdict
 from gplan.graphs.assembly import Captured
 from gplan.graphs.capture.base import GraphDevice
-from gplan.graphs.executor import Executor
+from gplan.graphs.executor import Executor, Step
 from gplan.graphs.synthetic import EVERYTHING, BatchMaker
 
 MAX_CONTEXT = 1024
@@ -30,6 +33,9 @@ class Patience:
     min_runs: int = 3
     max_runs: int = 20
     seconds: float = 0.3
+
+    def is_over(self, runs: int, seconds: float) -> bool:
+        return runs >= self.max_runs or (runs >= self.min_runs and seconds >= self.seconds)
 
 
 def time_call(device: GraphDevice, fn: Callable[[], object], patience: Patience) -> Timing:
@@ -93,15 +99,44 @@ class Profiler:
             num_segments=runner.backend.num_segments(key),
         )
 
-    @torch.no_grad()
     def eager(self, phase: Phase, size: int) -> Timing:
         """Times an eager step of `size`, without padding."""
-        runner, batch = self.executor.runner(phase), self.batch(phase, size)
-        return time_call(self.executor.device, lambda: runner.execute(batch, EAGER), self.patience)
+        return self.forward(self.batch(phase, size), EAGER)
 
-    @torch.no_grad()
     def replay(self, key: ShapeKey) -> Timing:
         """Times a replay of `key`."""
-        runner, batch = self.executor.runner(key.phase), self.batch(key.phase, key.size)
-        verdict = Verdict(key)
-        return time_call(self.executor.device, lambda: runner.execute(batch, verdict), self.patience)
+        return self.forward(self.batch(key.phase, key.size), Verdict(key))
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, verdict: Verdict | None = None) -> Timing:
+        """Times the forward of a batch: device time, without what samples its tokens.
+
+        Args:
+            verdict: how it runs; as serve would run it, unless given.
+        """
+        runner = self.executor.runner(batch.phase)
+        how = verdict or runner.can_run(batch)
+        return time_call(self.executor.device, lambda: runner.execute(batch, how), self.patience)
+
+    @torch.no_grad()
+    def cadence_us(self, batch: Batch) -> float:
+        """Microseconds from one result to the next where steps like `batch` follow each other as they do in serving."""
+        return statistics.median(self._gaps(batch, self.executor.result_lag))
+
+    @torch.no_grad()
+    def latency_us(self, batch: Batch) -> float:
+        """Microseconds from launching a step on an idle device to its result."""
+        return statistics.median(self._gaps(batch, lag=0))
+
+    def _gaps(self, batch: Batch, lag: int) -> list[float]:
+        under_way: deque[Step] = deque()
+        results: list[float] = []
+        started = time.perf_counter()
+        while len(results) < 2 or not self.patience.is_over(len(results) - 1, time.perf_counter() - started):
+            under_way.append(self.executor.launch(batch))
+            if len(under_way) > lag:
+                self.executor.collect(under_way.popleft())
+                results.append(time.perf_counter())
+        while under_way:
+            self.executor.collect(under_way.popleft())
+        return [(after - before) * 1e6 for before, after in pairwise(results)]

@@ -8,7 +8,7 @@ takes was not measured. Whatever would have to be measured is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,7 +19,16 @@ from gplan.graphs.admission import PhaseSetup
 from gplan.models.checkpoint import source_of
 from gplan.planning.eager import cheaper_eagerly
 from gplan.planning.options import PlanOptions, format_buckets
-from gplan.planning.traffic import PhaseFigures, best_ladder, read_traffic, regrets, run_traffic, steps_of, workload_of
+from gplan.planning.traffic import (
+    PhaseFigures,
+    best_ladder,
+    other_sizes,
+    read_traffic,
+    regrets,
+    run_traffic,
+    steps_of,
+    workload_of,
+)
 from gplan.units import parse_size
 
 Steps = tuple[tuple[int, int], ...]
@@ -48,7 +57,7 @@ def replan(old: Plan, options: PlanOptions) -> Plan:
     if options.workload is None:
         raise GplanError("--from without --workload: nothing would change", "Give the traffic to plan for.")
     traffic = read_traffic(options.workload, old.limits.max_len)
-    figures = {phase: _figures(old.phase(phase)) for phase in Phase}
+    figures = {phase: _figures(old, old.phase(phase)) for phase in Phase}
     lag = 1 if old.fingerprint.device == "cuda" else 0
     report = run_traffic(traffic.seen, old.limits, old.num_kv_pages, figures, lag)
     locked = {choice.field for choice in old.choices if choice.basis == "locked"}
@@ -58,7 +67,7 @@ def replan(old: Plan, options: PlanOptions) -> Plan:
         else _Solved(old.phase(phase), "")
         for phase in Phase
     }
-    judged = {phase: _figures(solved[phase].plan, figures[phase]) for phase in Phase}
+    judged = {phase: _figures(old, solved[phase].plan, figures[phase]) for phase in Phase}
     found = _judge(judged, {phase: steps_of(report, phase) for phase in Phase}, traffic.spec)
     if traffic.held_out is not None:
         other = run_traffic(traffic.held_out, old.limits, old.num_kv_pages, judged, lag)
@@ -113,28 +122,31 @@ def _with_maximum(asked: tuple[int, ...] | None, phase: PhasePlan) -> str | None
     return None if asked is None else format_buckets(tuple(sorted({*asked, phase.max_size})))
 
 
-def _figures(phase: PhasePlan, known: PhaseFigures | None = None) -> PhaseFigures:
+def _figures(old: Plan, phase: PhasePlan, known: PhaseFigures | None = None) -> PhaseFigures:
     """Times of a phase's own buckets, or of `known`, of which the phase has kept some.
 
     Raises:
-        GplanError: the phase runs eagerly, or a bucket was not measured.
+        GplanError: the plan holds no times of the phase, or not of a bucket.
     """
     plain = tuple(bucket for bucket in phase.base_ladder if bucket.width == 1)
     setup = PhaseSetup.from_plan(msgspec.structs.replace(phase, ladder=plain))
     if known is not None:
-        return PhaseFigures(setup, known.buckets, known.eager)
-    if not plain or any(bucket.graph is None for bucket in plain):
+        return replace(known, setup=setup)
+    if not phase.eager_us or any(bucket.graph is None for bucket in plain):
         raise GplanError(
             f"--from: the plan holds no times of {phase.phase}, which its traffic cannot be run without",
-            f"Plan from the checkpoint with --{phase.phase}-backend full, or another graph backend, to have its times.",
+            "Plan from the checkpoint, on its machine: gplan plan CHECKPOINT -o FILE measures them.",
         )
-    return PhaseFigures(setup, plain, {})
+    eager = {entry.size: entry.eager.median_us for entry in phase.other_sizes if entry.eager is not None}
+    return PhaseFigures(setup, plain, eager, phase.costs, old.limits)
 
 
 def _solve(
     old: Plan, figures: Mapping[Phase, PhaseFigures], phase: Phase, steps: Steps, budget_s: float | None
 ) -> _Solved:
     before = old.phase(phase)
+    if not before.ladder:
+        return _Solved(before, "")
     budget_ms = None if budget_s is None else budget_s * 1e3 * _share(phase, figures)
     # Memory stays divided as it is, so a graph's bytes have no price.
     solution = best_ladder(figures[phase], steps, budget_ms, byte_price_us=0.0)
@@ -145,7 +157,13 @@ def _solve(
         f"{solution.regret:.2%} above having all of them"
     )
     plain = [bucket for bucket in figures[phase].buckets if bucket.size in chosen]
-    return _Solved(msgspec.structs.replace(before, ladder=ladder, eager_sizes=cheaper_eagerly(plain)), reason)
+    changed = msgspec.structs.replace(
+        before,
+        ladder=ladder,
+        eager_sizes=cheaper_eagerly(plain, before.eager_us, figures[phase].rows_us),
+        other_sizes=other_sizes(figures[phase].buckets, chosen, before.other_sizes),
+    )
+    return _Solved(changed, reason)
 
 
 def _share(phase: Phase, figures: Mapping[Phase, PhaseFigures]) -> float:
@@ -156,7 +174,8 @@ def _share(phase: Phase, figures: Mapping[Phase, PhaseFigures]) -> float:
 
 
 def _judge(figures: Mapping[Phase, PhaseFigures], steps: Mapping[Phase, Steps], workload: str) -> list[Regret]:
-    return [entry for phase in Phase if steps[phase] for entry in regrets(figures[phase], steps[phase], workload)]
+    judged = (phase for phase in Phase if steps[phase] and figures[phase].setup.keys)
+    return [entry for phase in judged for entry in regrets(figures[phase], steps[phase], workload)]
 
 
 def _choices(old: Plan, solved: Mapping[Phase, _Solved]) -> tuple[Choice, ...]:

@@ -5,25 +5,27 @@ Nothing is measured here: times come from a bench, step sizes from the serving s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from formats.plan import Bucket, Limits, Regret, Timing, Workload
+from formats.plan import Bucket, Costs, Limits, Regret, SizeTiming, Workload
 from formats.trace import Trace
 from formats.workload import is_stated, read_workload
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import PhaseSetup
+from gplan.planning.backends import MAX_NOISE
 from gplan.planning.buckets import Problem, Solution, solve
 from gplan.planning.curves import Curve
+from gplan.planning.eager import LEAST_GAIN
 from gplan.planning.ladders import NAMED_LADDERS, FloatArray, ladder_cost, named_ladder
 from gplan.scheduling.report import SimulationReport
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate
-from gplan.scheduling.times import PhaseTimes, StepTimes, phase_times
+from gplan.scheduling.times import PhaseTimes, StepTimes, phase_times, rows_us
 
 MAX_BUCKETS = 16
 """Buckets of a phase at most, where traffic was given to choose them by."""
@@ -45,11 +47,18 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class PhaseFigures:
-    """What is known of a phase's times: at its buckets where it is captured, else eager times alone."""
+    """What is known of a phase's times: at every size that was captured and timed, at others eagerly.
+
+    Attributes:
+        setup: how the phase runs; more buckets than its keys may be known.
+        eager: microseconds by size, where no bucket is.
+    """
 
     setup: PhaseSetup
     buckets: tuple[Bucket, ...]
-    eager: Mapping[int, Timing]
+    eager: Mapping[int, float]
+    costs: Costs
+    limits: Limits
 
     @property
     def graph_us(self) -> dict[int, float]:
@@ -57,20 +66,26 @@ class PhaseFigures:
 
     @property
     def eager_us(self) -> dict[int, float]:
-        return {size: timing.median_us for size, timing in self.eager.items()} | {
-            bucket.size: bucket.eager.median_us for bucket in self.buckets
-        }
+        return {**self.eager} | {bucket.size: bucket.eager.median_us for bucket in self.buckets}
+
+    @property
+    def rows_us(self) -> list[float]:
+        return rows_us(self.setup.phase, self.costs, self.setup.max_size, self.limits.max_len)
 
     def times(self) -> PhaseTimes:
+        """Of steps as the setup runs them."""
         setup = self.setup
         return phase_times(
             setup.max_size,
-            [bucket.size for bucket in self.buckets],
+            [key.size for key in setup.keys],
             self.graph_us,
             self.eager_us,
             padding_cap=setup.padding_cap,
             eager_sizes=setup.eager_sizes,
             request_slots=setup.slot_limit,
+            costs=self.costs,
+            rows_us=self.rows_us,
+            max_batch=self.limits.max_batch,
         )
 
 
@@ -118,29 +133,39 @@ def even_steps(maximum: int) -> Steps:
     return tuple((size, 1) for size in range(1, maximum + 1))
 
 
+def problem_of(
+    figures: PhaseFigures,
+    steps: Steps,
+    candidates: Sequence[int],
+    budget_ms: float | None,
+    byte_price_us: float,
+    max_buckets: int = MAX_BUCKETS,
+) -> Problem:
+    """What the ladder of a phase is solved for. What was not measured at a candidate is read off its neighbours."""
+    maximum, buckets = figures.setup.max_size, figures.buckets
+    return Problem(
+        maximum=maximum,
+        steps=steps,
+        candidates=tuple(candidates),
+        graph_us=_over(figures.graph_us, maximum),
+        eager_us=_over(figures.eager_us, maximum),
+        rows_us=np.asarray(figures.rows_us),
+        graph_bytes=_over({bucket.size: float(bucket.graph_bytes) for bucket in buckets}, maximum),
+        capture_ms=_over({bucket.size: bucket.capture_ms for bucket in buckets}, maximum),
+        max_buckets=max_buckets,
+        byte_price_us=byte_price_us,
+        capture_budget_ms=budget_ms,
+        eager_margin=max(LEAST_GAIN, min(MAX_NOISE, noise_of(figures))),
+    )
+
+
 def best_ladder(figures: PhaseFigures, steps: Steps, budget_ms: float | None, byte_price_us: float) -> Solution:
     """The best ladder among the buckets that were measured.
 
     Raises:
         GplanError: the largest bucket alone takes longer to capture than the budget allows.
     """
-    maximum = figures.setup.max_size
-    sizes = [bucket.size for bucket in figures.buckets]
-    return solve(
-        Problem(
-            maximum=maximum,
-            steps=steps,
-            candidates=tuple(sizes),
-            graph_us=_over(figures.graph_us, maximum),
-            eager_us=_over(figures.eager_us, maximum),
-            graph_bytes=_at(sizes, [bucket.graph_bytes for bucket in figures.buckets], maximum),
-            capture_ms=_at(sizes, [bucket.capture_ms for bucket in figures.buckets], maximum),
-            max_buckets=MAX_BUCKETS,
-            byte_price_us=byte_price_us,
-            capture_budget_ms=budget_ms,
-            eager_margin=_noise(figures),
-        )
-    )
+    return solve(problem_of(figures, steps, [bucket.size for bucket in figures.buckets], budget_ms, byte_price_us))
 
 
 def byte_price(
@@ -161,11 +186,11 @@ def regrets(figures: PhaseFigures, steps: Steps, workload: str) -> list[Regret]:
     own = [key.size for key in setup.keys]
     ladders = {"gplan": own} | {name: list(named_ladder(name, setup.phase, maximum)) for name in NAMED_LADDERS}
     graph_us, eager_us = _over(figures.graph_us, maximum), _over(figures.eager_us, maximum)
-    found = []
+    rows, found = np.asarray(figures.rows_us), []
     for name, ladder in ladders.items():
         cap = setup.padding_cap if name == "gplan" else None
         eager_sizes = setup.eager_sizes if name == "gplan" else ()
-        cost = ladder_cost(ladder, steps, graph_us, eager_us, cap, eager_sizes)
+        cost = ladder_cost(ladder, steps, graph_us, eager_us, cap, eager_sizes, rows)
         found.append(
             Regret(
                 phase=setup.phase.value,
@@ -179,19 +204,23 @@ def regrets(figures: PhaseFigures, steps: Steps, workload: str) -> list[Regret]:
     return found
 
 
-def _noise(figures: PhaseFigures) -> float:
+def other_sizes(
+    buckets: Iterable[Bucket], ladder: Collection[int], more: Iterable[SizeTiming]
+) -> tuple[SizeTiming, ...]:
+    """Times of sizes that are not on the ladder: of buckets left out, and `more`."""
+    found = {entry.size: entry for entry in more}
+    found |= {bucket.size: SizeTiming(size=bucket.size, graph=bucket.graph, eager=bucket.eager) for bucket in buckets}
+    return tuple(found[size] for size in sorted(found) if size not in ladder)
+
+
+def noise_of(figures: PhaseFigures) -> float:
+    """How far a phase's times are spread in the middle, as a part of them."""
     spreads = [b.graph.spread_us / b.graph.median_us for b in figures.buckets if b.graph is not None]
     return float(np.median(spreads)) if spreads else 0.0
 
 
 def _over(points: Mapping[int, float], maximum: int) -> FloatArray:
     return Curve(tuple(sorted(points.items()))).over(maximum)
-
-
-def _at(sizes: list[int], values: list[float] | list[int], maximum: int) -> FloatArray:
-    found = np.zeros(maximum + 1)
-    found[sizes] = values
-    return found
 
 
 def _part(trace: Trace, first: int, last: int) -> Trace:

@@ -38,6 +38,7 @@ from gplan.errors import FitError, GplanError
 from gplan.scheduling.entry import Decoders, Entry
 from gplan.scheduling.holdings import Holdings
 from gplan.scheduling.packing import Packer
+from gplan.scheduling.times import prompt_pairs
 from gplan.scheduling.waiting import WaitingQueue
 
 
@@ -49,7 +50,8 @@ class Advance(NamedTuple):
         num_requests: in the step.
         num_decodes: of these, those that decoded.
         pages: given out while the step runs.
-        cached_tokens: tokens already in the KV pool that the step's requests read.
+        cached_tokens: tokens already in the KV pool that the requests which decode read.
+        pairs: of the prompts' tokens, pairs of one and one before it or itself, which attention compares.
         prompts: requests that got the first token after their prompt, or after computing their tokens again.
         complete: requests that got their last token.
         preempted: requests that gave their pages back.
@@ -61,6 +63,7 @@ class Advance(NamedTuple):
     num_decodes: int
     pages: int
     cached_tokens: int
+    pairs: int
     prompts: list[Request]
     complete: list[Request]
     preempted: list[Request]
@@ -189,11 +192,11 @@ class Scheduler:
         if not prompts and not num_decodes:
             return None
         self._complete = self._decoders.step()
-        size, ended = num_decodes, []
+        size, pairs, ended = num_decodes, 0, []
         for entry, length in prompts:
             request = entry.request
             size += length
-            cached_tokens += request.cached_len
+            pairs += prompt_pairs(request.cached_len, length)
             request.cached_len += length
             if request.cached_len == len(request.tokens):
                 request.tokens.append(0)
@@ -207,6 +210,7 @@ class Scheduler:
             num_decodes=num_decodes,
             pages=self._holdings.num_held,
             cached_tokens=cached_tokens,
+            pairs=pairs,
             prompts=ended,
             complete=complete,
             preempted=preempted,

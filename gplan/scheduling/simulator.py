@@ -28,7 +28,6 @@ def simulate(
     times: StepTimes,
     *,
     lag: int = 0,
-    overhead_us: float = 0.0,
 ) -> SimulationReport:
     """Serves a trace.
 
@@ -36,15 +35,15 @@ def simulate(
         scheduler: a new one; it is used up.
         times: of every size that its limits allow.
         lag: steps whose results the host leaves unread while it schedules the next, 0 or 1. With 1, a step is
-            scheduled while the one before runs, so a request waits for one more step to end.
-        overhead_us: host time per step, between a result and the next launch.
+            scheduled while the one before runs, so a request waits for one more step to end, and what the host does
+            per step is hidden unless it takes longer than the step before.
 
     Raises:
         GplanError: a request does not fit the limits; names it.
     """
     assert lag in (0, 1)
     _check(trace, scheduler.limits)
-    run = _Run(trace, scheduler, times, lag, round(overhead_us * PS_PER_US))
+    run = _Run(trace, scheduler, times, lag)
     run.to_the_end()
     return run.report()
 
@@ -64,9 +63,8 @@ class _Accounts:
 
 
 class _Run:
-    def __init__(self, trace: Trace, scheduler: Scheduler, times: StepTimes, lag: int, overhead: int) -> None:
-        self._trace, self._scheduler, self._times = trace, scheduler, times
-        self._lag, self._overhead = lag, overhead
+    def __init__(self, trace: Trace, scheduler: Scheduler, times: StepTimes, lag: int) -> None:
+        self._trace, self._scheduler, self._times, self._lag = trace, scheduler, times, lag
         self._next = 0
         self._arrivals = [round(request.arrival_s * PS_PER_S) for request in trace.requests]
         self._free_clients = trace.concurrency
@@ -108,7 +106,7 @@ class _Run:
         """Takes steps like `step` until something but lengths changes: what `to_the_end` would do, in less time."""
         repeat, times, gaps = self._scheduler.repeat, self._times.decode, self._accounts.gaps
         size, cached_tokens, pages = step.size, step.cached_tokens, step.pages
-        lag, overhead, horizon = self._lag, self._overhead, self._horizon()
+        lag, overhead, horizon = self._lag, times.host_ps, self._horizon()
         now, end = self._now, self._end
         count = busy = page_ps = 0
         complete: list[Request] = []
@@ -188,9 +186,9 @@ class _Run:
     def _launch(self, step: Advance) -> None:
         accounts, phase = self._accounts, step.phase
         times = self._times.decode if phase is Phase.DECODE else self._times.prefill
-        self._now += self._overhead
+        self._now += times.host_ps
         start, before = max(self._now, self._end), self._end
-        duration = times.step_ps(step.size, step.num_requests, step.cached_tokens)
+        duration = times.step_ps(step.size, step.num_requests, step.cached_tokens, step.pairs)
         end = self._end = start + duration
         eager = times.is_eager(step.size, step.num_requests)
         (accounts.eager if eager else accounts.replayed)[phase][step.size] += 1
@@ -244,7 +242,7 @@ class _Run:
 
 def _phase_report(phase: Phase, times: PhaseTimes, accounts: _Accounts) -> PhaseReport:
     replayed, eager = accounts.replayed[phase], accounts.eager[phase]
-    padding = sum(n * (times.graph_ps[times.bucket[size]] - times.graph_ps[size]) for size, n in replayed.items())
+    padding = sum(n * times.padding_ps(size) for size, n in replayed.items())
     return PhaseReport(
         phase=phase.value,
         steps=tuple(sorted((replayed + eager).items())),

@@ -2,6 +2,10 @@
 
 Times are whole picoseconds, so that sums do not depend on their order. Sizes between measured ones are read off the
 straight line between their neighbours.
+
+A step takes what its bucket takes for padding rows, which read nothing of the KV pool, and what its real rows add:
+tokens read by requests that decode, pairs of tokens compared by prompts. Sizes were timed with real rows throughout, so
+what these had added is taken off first.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from formats.plan import PhasePlan
+from formats.plan import Costs, Limits, PhasePlan, Plan
 from gplan.core import Phase
 from gplan.errors import GplanError
 
@@ -23,19 +27,25 @@ class PhaseTimes:
 
     Attributes:
         bucket: the bucket that a step of each size is replayed from, 0 where it runs eagerly.
-        graph_ps: a replay of a bucket of exactly each size.
-        eager_ps: an eager step of each size.
+        graph_ps: a replay of a bucket of exactly each size, as it was timed.
+        eager_ps: an eager step of each size, as it was timed.
+        rows_ps: of both, what reading and comparing cached tokens took.
         request_slots: a step of more requests runs eagerly; 0 for no limit.
-        cached_ps: for each cached token that a step reads beyond `context` per request; less below it.
-        context: cached tokens per request when the times were measured.
+        cached_ps: for each cached token that a request which decodes reads.
+        pair_ps: for each pair of a prompt's token and a token before it.
+        beyond_ps: by number of requests, beyond the forward; empty for nothing.
+        host_ps: from a result to the start of the next step, on the host.
     """
 
     bucket: tuple[int, ...]
     graph_ps: tuple[int, ...]
     eager_ps: tuple[int, ...]
+    rows_ps: tuple[int, ...]
     request_slots: int = 0
     cached_ps: int = 0
-    context: int = 0
+    pair_ps: int = 0
+    beyond_ps: tuple[int, ...] = ()
+    host_ps: int = 0
 
     @property
     def max_size(self) -> int:
@@ -44,11 +54,22 @@ class PhaseTimes:
     def is_eager(self, size: int, num_requests: int) -> bool:
         return not self.bucket[size] or 0 < self.request_slots < num_requests
 
-    def step_ps(self, size: int, num_requests: int, cached_tokens: int) -> int:
-        """A step of `size` whose requests read `cached_tokens` in all; at least 1 ps."""
-        eager = not self.bucket[size] or 0 < self.request_slots < num_requests
-        base = self.eager_ps[size] if eager else self.graph_ps[self.bucket[size]]
-        return max(1, base + self.cached_ps * (cached_tokens - num_requests * self.context))
+    def step_ps(self, size: int, num_requests: int, cached_tokens: int, pairs: int = 0) -> int:
+        """A step of `size` whose decoding requests read `cached_tokens` in all and whose prompts compare `pairs`; at
+        least 1 ps."""
+        bucket = self.bucket[size]
+        if not bucket or 0 < self.request_slots < num_requests:
+            base = self.eager_ps[size] - self.rows_ps[size]
+        else:
+            base = self.graph_ps[bucket] - self.rows_ps[bucket]
+        if self.beyond_ps:
+            base += self.beyond_ps[num_requests]
+        return max(1, base + self.cached_ps * cached_tokens + self.pair_ps * pairs)
+
+    def padding_ps(self, size: int) -> int:
+        """Of a replay at `size`, what a bucket of exactly that size would spare."""
+        bucket = self.bucket[size]
+        return self.graph_ps[bucket] - self.rows_ps[bucket] - (self.graph_ps[size] - self.rows_ps[size])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +92,9 @@ def phase_times(
     padding_cap: float | None = None,
     eager_sizes: Sequence[tuple[int, int]] = (),
     request_slots: int = 0,
-    cached_us: float = 0.0,
-    context: int = 0,
+    costs: Costs | None = None,
+    rows_us: Sequence[float] = (),
+    max_batch: int = 0,
 ) -> PhaseTimes:
     """Times of a phase from what was measured at some sizes.
 
@@ -80,41 +102,67 @@ def phase_times(
         ladder: ascending; a size runs from the smallest bucket that holds it, unless that is more than `padding_cap`
             above it or `eager_sizes` ([first, last] ranges) says otherwise.
         graph_us, eager_us: microseconds by size, at least one of each (`graph_us` may lack where `ladder` is empty).
-        cached_us: microseconds per cached token beyond `context` per request.
+        rows_us: of each size, see `rows_us`; empty for nothing.
+        max_batch: requests of a step at most, where `costs` has anything beyond the forward.
     """
     sizes = range(1, maximum + 1)
     bucket = [_bucket(ladder, size, padding_cap, eager_sizes) for size in sizes]
+    costs = costs or Costs()
+    beyond = dict(costs.beyond_us)
     return PhaseTimes(
         bucket=(0, *bucket),
         graph_ps=(0, *_picoseconds(graph_us or eager_us, sizes)),
         eager_ps=(0, *_picoseconds(eager_us, sizes)),
+        rows_ps=tuple(round(us * PS_PER_US) for us in rows_us) or (0,) * (maximum + 1),
         request_slots=request_slots,
-        cached_ps=round(cached_us * PS_PER_US),
-        context=context,
+        cached_ps=round(costs.cached_us * PS_PER_US),
+        pair_ps=round(costs.pair_us * PS_PER_US),
+        beyond_ps=(0, *_picoseconds(beyond, range(1, max_batch + 1))) if beyond else (),
+        host_ps=round(costs.host_us * PS_PER_US),
     )
 
 
-def times_of_plan(plan: PhasePlan, *, cached_us: float = 0.0, context: int = 0) -> PhaseTimes:
-    """Times of a phase as its plan has them.
+def rows_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[float]:
+    """[maximum + 1]: of the time of each size, what its rows added by reading or comparing tokens before them: in
+    decode `costs.context` each; prompts were timed from nothing, as few and as long as possible."""
+    if phase is Phase.DECODE:
+        return [size * costs.context * costs.cached_us for size in range(maximum + 1)]
+    longest = max_len - 1
+    whole = prompt_pairs(0, longest)
+    return [(size // longest * whole + prompt_pairs(0, size % longest)) * costs.pair_us for size in range(maximum + 1)]
+
+
+def prompt_pairs(start: int, length: int) -> int:
+    """Pairs of a token and one before it or itself, of `length` tokens of a prompt after `start` of it."""
+    return length * start + length * (length + 1) // 2
+
+
+def times_of_plan(plan: Plan) -> StepTimes:
+    """Times of all steps as a plan has them.
 
     Raises:
-        GplanError: the phase runs eagerly, so the plan holds no times of it.
+        GplanError: it holds no times of a phase.
     """
-    if not plan.ladder:
+    return StepTimes(times_of_phase(plan.decode, plan.limits), times_of_phase(plan.prefill, plan.limits))
+
+
+def times_of_phase(plan: PhasePlan, limits: Limits) -> PhaseTimes:
+    """As `times_of_plan`, of one phase."""
+    if not plan.eager_us:
         raise GplanError(
-            f"the plan holds no times of {plan.phase}: it runs eagerly and has no buckets",
-            f"Plan again with --{plan.phase}-backend full to have its times.",
+            f"the plan holds no times of {plan.phase}", "Plan again: gplan plan CHECKPOINT -o FILE measures them."
         )
     return phase_times(
         plan.max_size,
         [bucket.size for bucket in plan.base_ladder],
-        {bucket.size: bucket.graph.median_us for bucket in plan.base_ladder if bucket.graph is not None},
-        {bucket.size: bucket.eager.median_us for bucket in plan.base_ladder},
+        plan.graph_us,
+        plan.eager_us,
         padding_cap=plan.padding_cap,
         eager_sizes=plan.eager_sizes,
         request_slots=plan.slot_limit,
-        cached_us=cached_us,
-        context=context,
+        costs=plan.costs,
+        rows_us=rows_us(Phase(plan.phase), plan.costs, plan.max_size, limits.max_len),
+        max_batch=limits.max_batch,
     )
 
 

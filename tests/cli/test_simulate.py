@@ -79,4 +79,4 @@ def test_a_phase_without_times_is_refused_with_the_way_to_have_them(tmp_path: Pa
     write_plan(make_plan(prefill_backend="eager"), tmp_path / "p.gplan")
     result = CliRunner().invoke(cli, ["simulate", str(tmp_path / "p.gplan"), "--workload", WORKLOAD])
     assert result.exit_code == 1
-    assert "--prefill-backend full" in result.stderr
+    assert "gplan plan CHECKPOINT" in result.stderr

@@ -30,6 +30,7 @@ def random_problem(seed: int, maximum: int, **changes: object) -> Problem:
         candidates=tuple(range(1, maximum + 1)),
         graph_us=100 + 10 * sizes + 30 * (sizes // 4) + rng.normal(0, 15, maximum + 1),
         eager_us=100 + 12 * sizes + rng.choice([0, 60, 400]) + rng.normal(0, 40, maximum + 1),
+        rows_us=rng.choice([0.0, 4.0]) * sizes,
         graph_bytes=rng.uniform(1e5, 1e6, maximum + 1),
         capture_ms=rng.uniform(50, 150, maximum + 1),
         max_buckets=maximum,
@@ -42,7 +43,8 @@ def objective(problem: Problem, ladder: tuple[int, ...]) -> float:
     total = problem.byte_price_us * sum(problem.graph_bytes[b] for b in ladder)
     for size, count in problem.steps:
         bucket = min(b for b in ladder if b >= size)
-        eager, replayed = problem.eager_us[size], problem.graph_us[bucket]
+        replayed = problem.graph_us[bucket] - problem.rows_us[bucket] + problem.rows_us[size]
+        eager = problem.eager_us[size]
         capped = problem.padding_cap is not None and bucket > size * (1 + problem.padding_cap)
         total += count * (eager if capped or eager * (1 + problem.eager_margin) < replayed else replayed)
     return float(total)
@@ -105,6 +107,7 @@ def test_figures_are_those_of_the_ladder(problem: Problem) -> None:
         problem.eager_us,
         problem.padding_cap,
         solution.eager_sizes,
+        problem.rows_us,
     )
     assert solution.total_us == pytest.approx(cost.total_us)
     assert solution.graph_bytes == pytest.approx(sum(problem.graph_bytes[b] for b in solution.ladder))
@@ -162,6 +165,7 @@ def test_the_exact_maximum_is_always_a_bucket() -> None:
                 candidates=candidates,
                 graph_us=100 + times,
                 eager_us=200 + times,
+                rows_us=np.zeros_like(times),
                 graph_bytes=times,
                 capture_ms=times,
                 max_buckets=4,

@@ -103,12 +103,20 @@ def bucket(size: int, graph: float, eager: float, spread: float = 0.0) -> Bucket
     return Bucket(size=size, graph=timing(graph), eager=timing(eager))
 
 
+def cheaper(*ladder: Bucket, row_us: float = 0.0) -> tuple[tuple[int, int], ...]:
+    eager_us = {bucket.size: bucket.eager.median_us for bucket in ladder}
+    return cheaper_eagerly(ladder, eager_us, [size * row_us for size in range(ladder[-1].size + 1)])
+
+
 def test_sizes_far_below_a_costly_bucket_run_eagerly() -> None:
-    ladder = (bucket(10, 10, 12), bucket(20, 100, 112))
-    assert cheaper_eagerly(ladder) == ((11, 18),)
-    noisy = (bucket(10, 10, 12), bucket(20, 100, 112, spread=20))
-    assert cheaper_eagerly(noisy) == ((11, 17),), "noise counts up to a limit"
+    assert cheaper(bucket(10, 10, 12), bucket(20, 100, 112)) == ((11, 18),)
+    noisy = cheaper(bucket(10, 10, 12), bucket(20, 100, 112, spread=20))
+    assert noisy == ((11, 17),), "noise counts up to a limit"
+
+
+def test_padding_rows_read_nothing() -> None:
+    assert cheaper(bucket(10, 10, 12), bucket(20, 100, 112), row_us=4.0) == ((11, 17),)
 
 
 def test_a_flat_cost_leaves_no_size_to_eager() -> None:
-    assert cheaper_eagerly((bucket(1, 50, 60), bucket(8, 51, 61), bucket(64, 55, 64))) == ()
+    assert cheaper(bucket(1, 50, 60), bucket(8, 51, 61), bucket(64, 55, 64)) == ()

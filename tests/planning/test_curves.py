@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,6 +24,7 @@ def problem(times: FloatArray, max_buckets: int = 16) -> Problem:
         candidates=candidate_sizes(maximum, steps, limit=256),
         graph_us=times,
         eager_us=times * 1.5,
+        rows_us=np.zeros(maximum + 1),
         graph_bytes=np.zeros(maximum + 1),
         capture_ms=np.zeros(maximum + 1),
         max_buckets=max_buckets,
@@ -34,9 +37,10 @@ class Machine:
     def __init__(self, times: FloatArray) -> None:
         self.times, self.measured = times, 0
 
-    def __call__(self, size: int) -> float:
-        self.measured += 1
-        return float(self.times[size])
+    def __call__(self, sizes: Sequence[int]) -> list[float]:
+        assert list(sizes) == sorted(set(sizes))
+        self.measured += len(sizes)
+        return [float(self.times[size]) for size in sizes]
 
     def first(self, phase: Phase) -> Curve:
         sizes = default_ladder(phase, len(self.times) - 1)

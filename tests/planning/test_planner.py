@@ -12,6 +12,7 @@ from gplan.errors import FitError, GplanError, UnsupportedError
 from gplan.planning.options import PlanOptions
 from gplan.planning.planner import make_plan
 from gplan.planning.profiler import Patience
+from gplan.scheduling.times import times_of_plan
 from tests.checkpoints import make_checkpoint
 
 QUICK = Patience(min_runs=3, max_runs=3, seconds=0)
@@ -57,6 +58,25 @@ def test_every_bucket_is_measured_replayed_and_eager(plan: Plan) -> None:
     assert {bucket.num_segments for bucket in plan.prefill.ladder} == {layers + 1}
 
 
+def test_what_steps_take_beside_their_size_is_measured(plan: Plan) -> None:
+    decode, prefill = plan.decode.costs, plan.prefill.costs
+    assert (decode.context, prefill.context) == (95, 0)
+    assert {timed.context for timed in decode.contexts} == {23}, "95 is the longest there is"
+    assert {timed.decodes for timed in prefill.contexts} == {0, 3}
+    assert decode.cached_us >= 0
+    assert prefill.pair_us >= 0
+    for costs in (decode, prefill):
+        assert {requests for requests, _ in costs.beyond_us} == {1, 4}
+        assert costs.host_us > 0
+
+
+def test_times_between_buckets_are_foretold_and_measured(plan: Plan) -> None:
+    for phase in (plan.decode, plan.prefill):
+        assert [entry.size for entry in phase.other_sizes if entry.graph] == [p.size for p in phase.predictions]
+        assert all(prediction.measured_us > 0 for prediction in phase.predictions)
+        assert set(phase.graph_us) > {bucket.size for bucket in phase.ladder}
+
+
 def test_every_key_has_a_receipt(plan: Plan) -> None:
     keys = {f"decode:{b.size}" for b in plan.decode.ladder} | {f"prefill:{b.size}" for b in plan.prefill.ladder}
     assert {receipt.key for receipt in plan.receipts} == keys
@@ -95,6 +115,8 @@ def test_an_unlocked_backend_is_chosen_by_its_times(checkpoint: Path) -> None:
 @pytest.mark.parametrize("backend", ["full", "breakable", "eager"])
 def test_every_backend_can_be_forced_in_each_phase(checkpoint: Path, phase: str, backend: str) -> None:
     plan = plan_of(checkpoint, **{"decode_backend": "eager", "prefill_backend": "eager", f"{phase}_backend": backend})
+    assert all(len(each.eager_us) >= 2 for each in (plan.decode, plan.prefill)), "an eager phase has times too"
+    assert times_of_plan(plan).decode.step_ps(1, 1, 0) > 0
     assert plan.phase(phase).backend == backend
     assert plan.phase(phase).request_slots == (4 if (phase, backend) == ("prefill", "full") else 0)
 

@@ -122,7 +122,7 @@ def test_a_plan_without_times_of_a_phase_is_refused() -> None:
     eager = make_plan(decode_backend="eager")
     with pytest.raises(GplanError, match="holds no times of decode") as raised:
         for_traffic(old=eager)
-    assert "--decode-backend" in raised.value.hint
+    assert "gplan plan CHECKPOINT" in raised.value.hint
 
 
 def test_traffic_must_be_given() -> None:

@@ -7,14 +7,16 @@ from collections import Counter, deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from formats.plan import Costs
 from formats.trace import Trace, TraceRequest
 from gplan.core import Batch, Phase, Request, SamplingParams
 from gplan.errors import GplanError
 from gplan.scheduling.report import SimulationReport, distribution
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate
-from gplan.scheduling.times import StepTimes, phase_times
+from gplan.scheduling.times import StepTimes, phase_times, prompt_pairs, rows_us
 from tests.scheduling.serve import limits, packer
 
 MAX_LEN = 20
@@ -25,8 +27,12 @@ def trace(*requests: tuple[float, int, int], concurrency: int = 0) -> Trace:
     return Trace(requests=made, concurrency=concurrency)
 
 
-def times(max_batch: int, chunk: int, *, cached_us: float = 0.0, slots: int = 0) -> StepTimes:
+def times(
+    max_batch: int, chunk: int, *, cached_us: float = 0.0, slots: int = 0, host_us: float = 0.0, beyond_us: float = 0.0
+) -> StepTimes:
     """Decode of n takes 100 + n us from buckets of 2, 4, ..., eagerly 300; prefill of n 200 + 2 n us."""
+    decoding = Costs(context=0, cached_us=cached_us, host_us=host_us, beyond_us=((1, beyond_us),))
+    prompting = replace(decoding, pair_us=cached_us / 2)
     decode_us = {n: 100.0 + n for n in range(1, max_batch + 1)}
     prefill_us = {n: 200.0 + 2 * n for n in range(1, chunk + 1)}
     decode = phase_times(
@@ -35,10 +41,18 @@ def times(max_batch: int, chunk: int, *, cached_us: float = 0.0, slots: int = 0)
         decode_us,
         dict.fromkeys(decode_us, 300.0),
         eager_sizes=((3, 3),),
-        cached_us=cached_us,
+        costs=decoding,
+        max_batch=max_batch,
     )
     prefill = phase_times(
-        chunk, [*range(4, chunk, 4), chunk], prefill_us, {1: 500.0}, cached_us=cached_us, context=2, request_slots=slots
+        chunk,
+        [*range(4, chunk, 4), chunk],
+        prefill_us,
+        {1: 500.0},
+        costs=prompting,
+        rows_us=rows_us(Phase.PREFILL, prompting, chunk, MAX_LEN),
+        request_slots=slots,
+        max_batch=max_batch,
     )
     return StepTimes(decode, prefill)
 
@@ -46,9 +60,8 @@ def times(max_batch: int, chunk: int, *, cached_us: float = 0.0, slots: int = 0)
 class Engine:
     """The engine's loop on a virtual clock, step by step over real batches: what the simulator must equal."""
 
-    def __init__(self, trace: Trace, scheduler: Scheduler, times: StepTimes, lag: int, overhead_ps: int) -> None:
-        self.trace, self.scheduler, self.times = trace, scheduler, times
-        self.lag, self.overhead = lag, overhead_ps
+    def __init__(self, trace: Trace, scheduler: Scheduler, times: StepTimes, lag: int) -> None:
+        self.trace, self.scheduler, self.times, self.lag = trace, scheduler, times, lag
         self.steps: Counter[tuple[Phase, int, bool]] = Counter()
         self.busy = self.page_ps = self.peak = self.end = self.now = 0
         self.first: list[int] = []
@@ -56,6 +69,8 @@ class Engine:
         self.latency: list[int] = []
         self.arrived: dict[str, int] = {}
         self.last: dict[str, int] = {}
+        self.decoding: dict[str, int] = {}
+        """Who is past its prompt, and how often it had been preempted then."""
 
     def run(self) -> None:
         arrivals = deque(
@@ -85,9 +100,13 @@ class Engine:
 
     def launch(self, batch: Batch) -> int:
         times = self.times.phase(batch.phase)
-        self.now += self.overhead
-        cached = sum(chunk.start for chunk in batch.chunks)
-        duration = times.step_ps(batch.size, batch.num_requests, cached)
+        self.now += times.host_ps
+        decodes = [self.decoding.get(chunk.request.id) == chunk.request.num_preemptions for chunk in batch.chunks]
+        cached = sum(chunk.start for chunk, does in zip(batch.chunks, decodes, strict=True) if does)
+        prompts = [chunk for chunk, does in zip(batch.chunks, decodes, strict=True) if not does]
+        pairs = sum(prompt_pairs(chunk.start, chunk.length) for chunk in prompts)
+        self.decoding |= {c.request.id: c.request.num_preemptions for c in prompts if c.samples}
+        duration = times.step_ps(batch.size, batch.num_requests, cached, pairs)
         self.end = max(self.end, self.now) + duration
         self.steps[batch.phase, batch.size, times.is_eager(batch.size, batch.num_requests)] += 1
         self.busy += duration
@@ -136,7 +155,8 @@ requests = st.lists(
     asked=requests,
     clients=st.integers(0, 3),
     lag=st.integers(0, 1),
-    overhead_us=st.sampled_from([0.0, 7.0, 150.0]),
+    host_us=st.sampled_from([0.0, 7.0, 150.0]),
+    beyond_us=st.sampled_from([0.0, 11.0]),
     max_batch=st.integers(1, 5),
     more_chunk=st.integers(0, 12),
     page_size=st.sampled_from([1, 2, 4, 16]),
@@ -149,7 +169,8 @@ def test_a_simulation_is_the_engines_loop(
     asked: list[tuple[float, int, int]],
     clients: int,
     lag: int,
-    overhead_us: float,
+    host_us: float,
+    beyond_us: float,
     max_batch: int,
     more_chunk: int,
     page_size: int,
@@ -161,13 +182,13 @@ def test_a_simulation_is_the_engines_loop(
     served = trace(*((0.0, *lengths[1:]) if clients else lengths for lengths in sorted(asked)), concurrency=clients)
     bounds = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
     num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
-    measured = times(max_batch, bounds.chunk, cached_us=cached_us, slots=slots)
+    measured = times(max_batch, bounds.chunk, cached_us=cached_us, slots=slots, host_us=host_us, beyond_us=beyond_us)
     cutter = packer(bounds.chunk) if packs else None
     scheduler = Scheduler(bounds, num_pages, cutter)
-    report = simulate(served, scheduler, measured, lag=lag, overhead_us=overhead_us)
+    report = simulate(served, scheduler, measured, lag=lag)
     scheduler.check()
     assert scheduler.num_free_pages == num_pages - 1
-    engine = Engine(served, Scheduler(bounds, num_pages, cutter), measured, lag, round(overhead_us * 1e6))
+    engine = Engine(served, Scheduler(bounds, num_pages, cutter), measured, lag)
     engine.run()
     assert_equal(report, engine)
 
@@ -176,15 +197,16 @@ def test_a_request_that_is_preempted_again_before_its_next_token_waits_since_its
     served = trace((0.000362, 1, 14), (0.000596, 2, 8), (0.000676, 8, 4))
     bounds = limits(max_batch=4, max_len=MAX_LEN, chunk=6, page_size=1)
     report = simulate(served, Scheduler(bounds, 24), times(4, 6))
-    engine = Engine(served, Scheduler(bounds, 24), times(4, 6), 0, 0)
+    engine = Engine(served, Scheduler(bounds, 24), times(4, 6), 0)
     engine.run()
     assert report.preemptions > 1
     assert_equal(report, engine)
 
 
-def run(served: Trace, *, lag: int = 0, overhead_us: float = 0.0) -> SimulationReport:
+def run(served: Trace, *, lag: int = 0, host_us: float = 0.0, beyond_us: float = 0.0) -> SimulationReport:
     bounds = limits(max_batch=4, max_len=MAX_LEN, chunk=8)
-    return simulate(served, Scheduler(bounds, 40), times(4, 8), lag=lag, overhead_us=overhead_us)
+    measured = times(4, 8, host_us=host_us, beyond_us=beyond_us)
+    return simulate(served, Scheduler(bounds, 40), measured, lag=lag)
 
 
 def test_one_request_by_hand() -> None:
@@ -202,7 +224,7 @@ def test_one_request_by_hand() -> None:
 
 
 def test_host_time_delays_each_step_without_lag_and_hides_behind_it_with_lag() -> None:
-    alone, behind = run(trace((0, 4, 9)), overhead_us=50), run(trace((0, 4, 9)), lag=1, overhead_us=50)
+    alone, behind = run(trace((0, 4, 9)), host_us=50), run(trace((0, 4, 9)), lag=1, host_us=50)
     assert alone.inter_token_ms.max == 0.152
     assert behind.inter_token_ms.max == 0.102
 

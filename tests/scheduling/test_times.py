@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from formats.plan import Bucket, PhasePlan, Timing
+from formats.plan import Bucket, Costs, Limits, PhasePlan, SizeTiming, Timing
+from gplan.core import Phase
 from gplan.errors import GplanError
-from gplan.scheduling.times import interpolate, phase_times, times_of_plan
+from gplan.scheduling.times import interpolate, phase_times, prompt_pairs, rows_us, times_of_phase
 
 
 def timing(us: float) -> Timing:
@@ -34,21 +36,50 @@ def test_more_requests_than_slots_run_eagerly() -> None:
     assert times.step_ps(8, 3, 0) == 60_000_000
 
 
-def test_cached_tokens_add_to_what_was_measured() -> None:
-    times = phase_times(2, [2], {2: 10.0}, {2: 60.0}, cached_us=0.5, context=4)
-    assert [times.step_ps(2, 2, cached) for cached in (8, 10, 6)] == [10_000_000, 11_000_000, 9_000_000]
-    assert times.step_ps(2, 2, -1000) == 1
+def test_rows_add_what_they_read_and_padding_reads_nothing() -> None:
+    costs = Costs(context=4, cached_us=0.5)
+    times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, rows_us=rows_us(Phase.DECODE, costs, 4, 32))
+    assert times.step_ps(4, 4, 16) == 20_000_000, "as it was timed"
+    assert times.step_ps(4, 4, 20) == 22_000_000
+    assert times.step_ps(3, 3, 12) == 18_000_000, "the padding row has no context"
+    assert times.step_ps(4, 4, -1000) == 1
+
+
+def test_prompts_compare_each_token_with_those_before_it() -> None:
+    assert [prompt_pairs(0, 3), prompt_pairs(5, 1), prompt_pairs(2, 3)] == [6, 6, 12]
+    costs = Costs(pair_us=0.1)
+    rows = rows_us(Phase.PREFILL, costs, 10, 7)
+    assert rows[6] == pytest.approx(2.1)
+    assert rows[10] == pytest.approx(2.1 + 1.0), "two prompts, the first at the longest"
+    times = phase_times(6, [6], {6: 20.0}, {6: 60.0}, costs=costs, rows_us=rows[:7])
+    assert times.step_ps(6, 1, 0, pairs=21) == 20_000_000
+    assert times.step_ps(6, 1, 0, pairs=21 + 60) == 26_000_000, "after 10 tokens"
+    assert times.step_ps(6, 6, 0, pairs=6) == 18_500_000, "six prompts of one token"
+
+
+def test_what_a_step_takes_beyond_its_forward_goes_by_requests() -> None:
+    costs = Costs(beyond_us=((1, 2.0), (3, 6.0)))
+    times = phase_times(8, [8], {8: 20.0}, {8: 60.0}, costs=costs, max_batch=4)
+    assert [times.step_ps(8, requests, 0) for requests in (1, 2, 3, 4)] == [22e6, 24e6, 26e6, 26e6]
 
 
 def test_times_of_a_plan() -> None:
+    bounds = Limits(max_batch=4, max_len=16, chunk=8, page_size=4, memory_bytes=0)
     ladder = (Bucket(size=2, graph=timing(10), eager=timing(20)), Bucket(size=4, graph=timing(30), eager=timing(40)))
+    other = (SizeTiming(size=1, graph=timing(6)), SizeTiming(size=3, eager=timing(33)))
     plan = PhasePlan(phase="decode", backend="full", max_size=4, ladder=ladder, eager_sizes=((3, 3),))
-    times = times_of_plan(plan)
+    times = times_of_phase(plan, bounds)
     assert times.bucket == (0, 2, 2, 0, 4)
-    assert times.graph_ps[3] == 20_000_000
+    assert times.graph_ps[1:] == (10_000_000, 10_000_000, 20_000_000, 30_000_000)
     assert times.eager_ps[3] == 30_000_000
+    more = times_of_phase(replace(plan, other_sizes=other), bounds)
+    assert (more.graph_ps[1], more.eager_ps[3]) == (6_000_000, 33_000_000)
 
 
-def test_a_plan_without_times_is_refused() -> None:
+def test_an_eager_phase_has_eager_times() -> None:
+    bounds = Limits(max_batch=4, max_len=16, chunk=8, page_size=4, memory_bytes=0)
+    eager = PhasePlan(phase="prefill", backend="eager", max_size=8, ladder=())
     with pytest.raises(GplanError, match="no times of prefill"):
-        times_of_plan(PhasePlan(phase="prefill", backend="eager", max_size=4, ladder=()))
+        times_of_phase(eager, bounds)
+    times = times_of_phase(replace(eager, other_sizes=(SizeTiming(size=8, eager=timing(50)),)), bounds)
+    assert (times.bucket[8], times.step_ps(5, 1, 0)) == (0, 50_000_000)

@@ -1,0 +1,145 @@
+"""What steps take beside what their size says: cached tokens read, tokens compared, sampling, and the host's part.
+
+Sizes are timed at one context; serving sees all. So a few steps are timed at other contexts, and two slopes fitted to
+them: per cached token that a decoding request reads, and per pair of tokens that a prompt compares. What a step takes
+beyond its forward is the difference between steps that follow each other as in serving and their forwards alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from formats.plan import ContextTiming, Costs, Limits
+from gplan.core import Batch, Phase, Request, SamplingParams
+from gplan.planning.profiler import Profiler
+from gplan.scheduling.scheduler import Scheduler
+from gplan.scheduling.times import interpolate, prompt_pairs
+
+LONGEST_CONTEXT = 4096
+"""Tokens before a prompt's chunk that are timed at most."""
+
+COUNTED_STEPS = 64
+"""Decode steps over which the scheduler's own time is averaged."""
+
+Point = tuple[float, float]
+
+
+def measure_costs(profiler: Profiler, phase: Phase, forward_us: Mapping[int, float]) -> Costs:
+    """Measures a phase's costs.
+
+    Args:
+        forward_us: times of sizes as the phase runs them, replayed or eagerly, at the profiler's context.
+    """
+    if phase is Phase.DECODE:
+        return _decode_costs(profiler, forward_us)
+    return _prefill_costs(profiler, forward_us)
+
+
+def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
+    sizes, most = sorted(forward_us), profiler.context
+    timed, points = [], []
+    for size in {sizes[len(sizes) // 2], sizes[-1]}:
+        for context in _contexts(most, profiler.limits):
+            timing = profiler.forward(profiler.batches.decode(size, context))
+            timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
+            points.append((size * (context - most), timing.median_us - forward_us[size]))
+    beyond, host = _around(profiler, [(size, profiler.batch(Phase.DECODE, size)) for size in {sizes[0], sizes[-1]}])
+    return Costs(context=most, contexts=_ordered(timed), cached_us=slope(points), beyond_us=beyond, host_us=host)
+
+
+def _contexts(context: int, limits: Limits) -> list[int]:
+    """Other contexts than `context`, shorter and longer as far as lengths allow."""
+    return sorted({max(1, context // 4), min(2 * context, limits.max_len - 1)} - {context})
+
+
+def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
+    limits, batches = profiler.limits, profiler.batches
+    timed: list[ContextTiming] = []
+    pair_us = 0.0
+    size = _largest(forward_us, limits.max_len // 2)
+    longest = min(LONGEST_CONTEXT, limits.max_len - 1 - size)
+    if longest > 0:
+        points = []
+        for context in sorted({-(-longest // 2), longest}):
+            timing = profiler.forward(batches.prefill(size, context))
+            timed.append(ContextTiming(size=size, decodes=0, context=context, timing=timing))
+            points.append((size * context, timing.median_us - forward_us[size]))
+        pair_us = slope(points)
+    mixed = _mixed(profiler, forward_us)
+    cached_us = 0.0
+    if mixed is not None:
+        timed.append(mixed)
+        spared = prompt_pairs(0, mixed.size) - prompt_pairs(0, mixed.size - mixed.decodes)
+        added = mixed.timing.median_us - interpolate(forward_us, mixed.size) + pair_us * spared
+        cached_us = slope([(mixed.decodes * mixed.context, added)])
+    one, rows = _largest(forward_us, limits.max_len - 1), _most_requests(profiler)
+    around = [(1, batches.prefill(one)), (rows, batches.ragged(_smallest(forward_us, rows), rows))]
+    beyond, host = _around(profiler, around[:rows])
+    return Costs(
+        context=0, contexts=_ordered(timed), cached_us=cached_us, pair_us=pair_us, beyond_us=beyond, host_us=host
+    )
+
+
+def _mixed(profiler: Profiler, forward_us: Mapping[int, float]) -> ContextTiming | None:
+    """A step in which a prompt shares with as many decodes as there may be; None where it cannot."""
+    rows, context = _most_requests(profiler), profiler.context
+    size = _smallest(forward_us, 2 * rows)
+    decodes = min(rows - 1, size - 1)
+    if decodes < 1 or size - decodes >= profiler.limits.max_len:
+        return None
+    timing = profiler.forward(profiler.batches.mixed(size, decodes, context))
+    return ContextTiming(size=size, decodes=decodes, context=context, timing=timing)
+
+
+def _most_requests(profiler: Profiler) -> int:
+    """Of a prefill step that is run as its size says."""
+    slots = profiler.executor.prefill.setup.slot_limit
+    return min(slots or profiler.limits.max_batch, profiler.limits.max_batch)
+
+
+def _largest(sizes: Mapping[int, float], bound: int) -> int:
+    """The largest size in the lower half of those measured that is within `bound`; the smallest where none is."""
+    ordered = sorted(sizes)
+    return max((size for size in ordered[: len(ordered) // 2 + 1] if size <= bound), default=ordered[0])
+
+
+def _smallest(sizes: Mapping[int, float], bound: int) -> int:
+    """The smallest size of at least `bound`; the largest where none is."""
+    return min((size for size in sizes if size >= bound), default=max(sizes))
+
+
+def _around(profiler: Profiler, batches: Sequence[tuple[int, Batch]]) -> tuple[tuple[tuple[int, float], ...], float]:
+    """By requests, what steps take beyond their forwards; and what the host does before one, which another may hide."""
+    beyond, idle = {}, []
+    for requests, batch in batches:
+        forward, cadence = profiler.forward(batch).median_us, profiler.cadence_us(batch)
+        beyond[requests] = max(0.0, cadence - forward)
+        if profiler.executor.result_lag:
+            idle.append(max(0.0, profiler.latency_us(batch) - max(cadence, forward)))
+    host = (sum(idle) / len(idle) if idle else 0.0) + scheduling_us(profiler.limits)
+    return tuple(sorted(beyond.items())), host
+
+
+def scheduling_us(limits: Limits) -> float:
+    """What the scheduler takes for a decode step of the largest batch, its results taken in."""
+    tokens = min(COUNTED_STEPS, limits.max_len - 1)
+    pages = -(-limits.max_len // limits.page_size)
+    scheduler = Scheduler(limits, 1 + limits.max_batch * pages)
+    for index in range(limits.max_batch):
+        scheduler.add(Request(str(index), 1, [0], SamplingParams(max_tokens=tokens)))
+    steps, started = 0, time.perf_counter()
+    while (batch := scheduler.schedule()) is not None:
+        scheduler.update(batch, [1] * len(batch.chunks))
+        steps += 1
+    return (time.perf_counter() - started) * 1e6 / steps
+
+
+def slope(points: Sequence[Point]) -> float:
+    """Of the line through the origin that is nearest to the points (least squares), 0 where it would fall."""
+    squares = sum(x * x for x, _ in points)
+    return max(0.0, sum(x * y for x, y in points) / squares) if squares else 0.0
+
+
+def _ordered(timed: Sequence[ContextTiming]) -> tuple[ContextTiming, ...]:
+    return tuple(sorted(timed, key=lambda entry: (entry.size, entry.decodes, entry.context)))

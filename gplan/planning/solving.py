@@ -1,0 +1,303 @@
+"""Which sizes are captured: measures candidates, solves for the traffic, measures again where a guess could decide.
+
+Without traffic or a budget the default ladder is kept, and a few sizes beside it show how well times between its
+buckets are known. With them, the default ladder is where measuring begins: the traffic is run on its times, ladders are
+solved for with times of all other sizes read off the measured ones, and sizes whose uncertainty could change the
+ladder are captured and timed too. What is served is chosen among measured sizes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from formats.plan import Bucket, Prediction, Regret, Rejection, SizeTiming, Timing, Workload
+from gplan.core import Phase, ShapeKey
+from gplan.graphs.admission import PhaseSetup
+from gplan.planning.bench import Bench, Measured
+from gplan.planning.buckets import Solution, candidate_sizes
+from gplan.planning.budget import Budget, fill_ledger
+from gplan.planning.choices import Choices
+from gplan.planning.curves import Curve, HeldOut, refine
+from gplan.planning.eager import cheaper_eagerly
+from gplan.planning.options import format_buckets
+from gplan.planning.traffic import (
+    PhaseFigures,
+    Steps,
+    Traffic,
+    best_ladder,
+    byte_price,
+    even_steps,
+    noise_of,
+    other_sizes,
+    problem_of,
+    regrets,
+    run_traffic,
+    steps_of,
+    workload_of,
+)
+from gplan.scheduling.report import SimulationReport
+
+HELD_OUT_SIZES = {"cpu": 1, "cuda": 3}
+"""Sizes of a phase beside the default ladder that are timed to see how well they were foretold."""
+
+MORE_SIZES = {"cpu": 4, "cuda": 16}
+"""Sizes of a phase that are timed at most because they could change its ladder. On a CPU each takes seconds."""
+
+TOLERANCE = 0.01
+"""Of step time: what another ladder may be better by without being looked for; twice the noise where that is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseDecision:
+    """How a phase will run, and the backends that it will not.
+
+    Attributes:
+        eager: eager times at the sizes where backends were compared.
+        is_locked: the user fixed the ladder.
+    """
+
+    setup: PhaseSetup
+    rejected: tuple[Rejection, ...]
+    eager: Mapping[int, Timing]
+    is_locked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseOutcome:
+    """What was decided of a phase, and times that its ladder does not hold."""
+
+    decision: PhaseDecision
+    other_sizes: tuple[SizeTiming, ...]
+    predictions: tuple[Prediction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the graphs to be served are, and the traffic they were chosen for."""
+
+    phases: Mapping[Phase, PhaseOutcome]
+    measured: Measured
+    workload: Workload
+    regrets: tuple[Regret, ...]
+
+
+Decisions = Mapping[Phase, PhaseDecision]
+Figures = Mapping[Phase, PhaseFigures]
+
+
+def settle(
+    bench: Bench, decisions: Decisions, traffic: Traffic | None, budget_s: float | None, choices: Choices
+) -> Outcome:
+    """Measures the candidates and, where traffic or a budget was given, solves for it.
+
+    Raises:
+        GplanError: the largest bucket alone takes longer to capture than the budget allows.
+        VerificationError: a captured graph did not equal eager execution.
+    """
+    if traffic is None and budget_s is None:
+        return _default(bench, decisions, choices)
+    measured = _measure(bench, decisions, prove=False)
+    figures = {phase: _figures(bench, decision, measured) for phase, decision in decisions.items()}
+    run = _Run(bench, traffic, budget(bench, measured).num_kv_pages)
+    report = run.seen(figures)
+    steps = {phase: _steps(report, phase, figures[phase]) for phase in Phase}
+    price, limits_ms = run.byte_price(figures), _capture_limits(figures, budget_s)
+    solved: dict[Phase, PhaseDecision] = {}
+    predictions: dict[Phase, tuple[Prediction, ...]] = {}
+    for phase, decision in decisions.items():
+        if decision.is_locked or not decision.setup.keys:
+            solved[phase], predictions[phase] = decision, ()
+            continue
+        figures[phase], predictions[phase] = _refined(bench, figures[phase], steps[phase], limits_ms[phase], price)
+        solved[phase] = _solved(decision, figures[phase], steps[phase], limits_ms[phase], price, choices)
+    known = Measured((), {key: b for f in figures.values() for key, b in _by_key(f)}, measured.costs, ())
+    final = _measure(bench, solved, known)
+    judged = {phase: replace(figures[phase], setup=_served(figures[phase], solved[phase], final)) for phase in Phase}
+    phases = {phase: _outcome(solved[phase], figures[phase].buckets, predictions[phase]) for phase in Phase}
+    return Outcome(phases, final, *run.evidence(judged))
+
+
+def budget(bench: Bench, measured: Measured) -> Budget:
+    return fill_ledger(bench.resolved.limits.memory_bytes, bench.needs(measured), bench.layout, bench.resolved.limits)
+
+
+# Without traffic ----------------------------------------------------------------------------------------------------
+
+
+def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
+    count = HELD_OUT_SIZES[bench.resolved.device.type]
+    others: dict[Phase, tuple[Bucket, ...]] = {}
+    for phase, decision in decisions.items():
+        ladder = [key.size for key in decision.setup.keys]
+        gaps = Curve(tuple((size, 0.0) for size in ladder)).widest_gaps(count) if ladder else []
+        others[phase] = bench.sample(decision.setup, gaps) if gaps else ()
+        if ladder and not decision.is_locked:
+            reason = "the default ladder up to the exact maximum"
+            choices.default(f"{phase}.ladder", format_buckets(tuple(ladder)), reason)
+    measured = _measure(bench, decisions)
+    phases = {}
+    for phase, decision in decisions.items():
+        known = {b.size: b.graph.median_us for key, b in measured.buckets.items() if key.phase is phase and b.graph}
+        predictions = _predictions(known, decision.setup.max_size, others[phase])
+        phases[phase] = _outcome(decision, others[phase], predictions)
+    return Outcome(phases, measured, Workload(spec="default"), ())
+
+
+def _predictions(known: Mapping[int, float], maximum: int, found: Sequence[Bucket]) -> tuple[Prediction, ...]:
+    if not found:
+        return ()
+    line = Curve(tuple(sorted(known.items()))).over(maximum)
+    return tuple(
+        Prediction(size=bucket.size, predicted_us=float(line[bucket.size]), measured_us=bucket.graph.median_us)
+        for bucket in found
+        if bucket.graph is not None
+    )
+
+
+# With traffic -------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """The traffic, if there is any, through the serving scheduler on measured times."""
+
+    def __init__(self, bench: Bench, traffic: Traffic | None, num_pages: int) -> None:
+        self._bench, self._traffic, self._num_pages = bench, traffic, num_pages
+
+    def seen(self, figures: Figures) -> SimulationReport | None:
+        if self._traffic is None:
+            return None
+        limits, lag = self._bench.resolved.limits, self._bench.result_lag
+        return run_traffic(self._traffic.seen, limits, self._num_pages, figures, lag)
+
+    def byte_price(self, figures: Figures) -> float:
+        if self._traffic is None:
+            return 0.0
+        limits, page_bytes = self._bench.resolved.limits, self._bench.layout.bytes_per_page
+        return byte_price(self._traffic, limits, self._num_pages, page_bytes, figures, self._bench.result_lag)
+
+    def evidence(self, judged: Figures) -> tuple[Workload, tuple[Regret, ...]]:
+        """The steps of the traffic with the ladders chosen, and the regrets of these and of others."""
+        traffic, report = self._traffic, self.seen(judged)
+        if traffic is None or report is None:
+            return Workload(spec="default"), ()
+        found = _judge(judged, report, traffic.spec)
+        if traffic.held_out is not None:
+            limits, lag = self._bench.resolved.limits, self._bench.result_lag
+            other = run_traffic(traffic.held_out, limits, self._num_pages, judged, lag)
+            found += _judge(judged, other, f"{traffic.spec}, held out")
+        return workload_of(traffic, report), tuple(found)
+
+
+def _judge(judged: Figures, report: SimulationReport, workload: str) -> list[Regret]:
+    found = []
+    for phase, figures in judged.items():
+        if figures.setup.keys and (steps := steps_of(report, phase)):
+            found += regrets(figures, steps, workload)
+    return found
+
+
+def _steps(report: SimulationReport | None, phase: Phase, figures: PhaseFigures) -> Steps:
+    return even_steps(figures.setup.max_size) if report is None else steps_of(report, phase)
+
+
+def _capture_limits(figures: Figures, budget_s: float | None) -> dict[Phase, float | None]:
+    """Milliseconds that capturing each phase may take: its part of the budget is that of its candidates' time."""
+    if budget_s is None:
+        return dict.fromkeys(Phase, None)
+    spent = {phase: sum(bucket.capture_ms for bucket in figures[phase].buckets) for phase in Phase}
+    total = sum(spent.values())
+    return {phase: budget_s * 1e3 * (spent[phase] / total if total else 1.0) for phase in Phase}
+
+
+def _refined(
+    bench: Bench, figures: PhaseFigures, steps: Steps, limit_ms: float | None, price: float
+) -> tuple[PhaseFigures, tuple[Prediction, ...]]:
+    """The figures with all sizes measured that the best ladder needs, and how well their times had been foretold."""
+    setup, noise = figures.setup, noise_of(figures)
+    found = {bucket.size: bucket for bucket in figures.buckets}
+
+    def measure(sizes: Sequence[int]) -> list[float]:
+        sampled = bench.sample(setup, sizes)
+        found.update((bucket.size, bucket) for bucket in sampled)
+        return [bucket.graph.median_us for bucket in sampled if bucket.graph is not None]
+
+    most = MORE_SIZES[bench.resolved.device.type]
+    refined = refine(
+        problem_of(figures, steps, candidate_sizes(setup.max_size, steps), limit_ms, price),
+        Curve(tuple(sorted(figures.graph_us.items()))),
+        measure,
+        tolerance=max(TOLERANCE, 2 * noise),
+        noise=max(0.005, noise),
+        max_measurements=most,
+        at_once=max(1, most // 2),
+    )
+    held_out = list(refined.held_out)
+    missing = [size for size in refined.solution.ladder if size not in found]
+    if missing:
+        line = refined.curve.over(setup.max_size)
+        held_out += [HeldOut(n, float(line[n]), us) for n, us in zip(missing, measure(missing), strict=True)]
+    predictions = tuple(
+        Prediction(size=held.size, predicted_us=held.predicted, measured_us=held.measured) for held in held_out
+    )
+    return replace(figures, buckets=tuple(found[size] for size in sorted(found))), predictions
+
+
+def _solved(
+    decision: PhaseDecision,
+    figures: PhaseFigures,
+    steps: Steps,
+    limit_ms: float | None,
+    price: float,
+    choices: Choices,
+) -> PhaseDecision:
+    """The best ladder among the measured sizes."""
+    setup = decision.setup
+    solution = best_ladder(figures, steps, limit_ms, price)
+    reason = _reason(solution, len(figures.buckets), limit_ms)
+    choices.measured(f"{setup.phase}.ladder", format_buckets(solution.ladder), reason)
+    kept = tuple(ShapeKey(setup.phase, size) for size in solution.ladder)
+    return replace(decision, setup=replace(setup, keys=kept))
+
+
+def _reason(solution: Solution, num_measured: int, limit_ms: float | None) -> str:
+    reason = f"{len(solution.ladder)} of {num_measured} measured sizes, {solution.regret:.2%} above having all of them"
+    if limit_ms is not None:
+        reason += f", captured in {solution.capture_ms:.0f} of {limit_ms:.0f} ms"
+    if not solution.exact:
+        better = 1 - solution.bound_us / solution.objective_us
+        reason += f"; not proven best: a ladder {better:.2%} cheaper cannot be excluded"
+    return reason
+
+
+# Both ---------------------------------------------------------------------------------------------------------------
+
+
+def _measure(bench: Bench, decisions: Decisions, known: Measured | None = None, *, prove: bool = True) -> Measured:
+    setups = {phase: decision.setup for phase, decision in decisions.items()}
+    eager = {phase: decision.eager for phase, decision in decisions.items()}
+    return bench.measure(setups, eager, known, prove=prove)
+
+
+def _figures(bench: Bench, decision: PhaseDecision, measured: Measured) -> PhaseFigures:
+    setup, costs = decision.setup, measured.costs[decision.setup.phase]
+    buckets = tuple(measured.buckets[key] for key in setup.keys)
+    eager = {size: timing.median_us for size, timing in decision.eager.items()}
+    figures = PhaseFigures(setup, buckets, eager, costs, bench.resolved.limits)
+    return replace(figures, setup=_served(figures, decision, measured))
+
+
+def _served(figures: PhaseFigures, decision: PhaseDecision, measured: Measured) -> PhaseSetup:
+    """The setup with the sizes that its ladder leaves to eager execution."""
+    ladder = [measured.buckets[key] for key in decision.setup.keys]
+    return replace(decision.setup, eager_sizes=cheaper_eagerly(ladder, figures.eager_us, figures.rows_us))
+
+
+def _by_key(figures: PhaseFigures) -> list[tuple[ShapeKey, Bucket]]:
+    return [(ShapeKey(figures.setup.phase, bucket.size), bucket) for bucket in figures.buckets]
+
+
+def _outcome(decision: PhaseDecision, buckets: Sequence[Bucket], predictions: tuple[Prediction, ...]) -> PhaseOutcome:
+    compared = [SizeTiming(size=size, eager=timing) for size, timing in decision.eager.items()]
+    ladder = [key.size for key in decision.setup.keys]
+    return PhaseOutcome(decision, other_sizes(buckets, ladder, compared), predictions)
