@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 """Version of the fields and of the container. Another version is refused, never migrated."""
 
 PhaseName = Literal["decode", "prefill"]
@@ -114,13 +114,15 @@ class Fingerprint(Record, frozen=True, kw_only=True):
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """What a deployment may ask for. `chunk` bounds the tokens of any one step; `max_len` prompt plus output."""
+    """What a deployment may ask for. `chunk` bounds the tokens of any one step; `max_len` prompt plus output.
+    `prefix_cache`: full pages of keys and values are kept for requests that begin with the same tokens."""
 
     max_batch: int
     max_len: int
     chunk: int
     page_size: int
     memory_bytes: int
+    prefix_cache: bool = True
 
 
 class Timing(Record, frozen=True, kw_only=True):

@@ -92,7 +92,7 @@ class Request:
 
     Owned by the scheduler, which alone changes it. `num_pending` tokens were sampled by steps whose results the host
     has not read yet: they count in `num_tokens` though `tokens` does not hold them. `client` is whom it is for: waiting
-    requests take turns by client.
+    requests take turns by client. `is_unique`: no other request begins as this one does, as far as a simulation knows.
     """
 
     id: str
@@ -101,6 +101,7 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0
     client: str = ""
+    is_unique: bool = False
     row: int = DUMMY_ROW
     pages: list[int] = field(default_factory=list)
     cached_len: int = 0

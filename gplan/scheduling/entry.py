@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gplan.core import Request
+from gplan.scheduling.prefix_cache import Run
 
 
 class Entry:
@@ -18,9 +19,25 @@ class Entry:
         grows: running, and `capacity` is below what it will need.
         base: while it decodes: its cached tokens are `base` plus the group's step count.
         charge: tokens that its client was charged for it; 0 until it is first let in.
+        run: the last run of the prefix cache that it uses, which ends at page `shared` of the request.
+        duplicates: pages before `shared` that are its own: the cache knew their tokens by other pages.
+        in_use: version of the prefix cache, and how many pages that are in use it could share then.
     """
 
-    __slots__ = ("base", "capacity", "charge", "end", "grows", "pages", "request", "waiting")
+    __slots__ = (
+        "base",
+        "capacity",
+        "charge",
+        "duplicates",
+        "end",
+        "grows",
+        "in_use",
+        "pages",
+        "request",
+        "run",
+        "shared",
+        "waiting",
+    )
 
     def __init__(self, request: Request, end: int) -> None:
         self.request = request
@@ -30,6 +47,10 @@ class Entry:
         self.grows = False
         self.base: int | None = None
         self.charge = 0
+        self.run: Run | None = None
+        self.shared = 0
+        self.duplicates: list[int] = []
+        self.in_use = (-1, 0)
         self.waiting = True
 
 

@@ -1,13 +1,38 @@
-"""The row and the pages that each running request holds, and whether another request's would fit beside them."""
+"""The row and the pages that each running request holds, and whether another request's would fit beside them.
+
+Full pages go through the prefix cache: a request begins with the pages of tokens that are known, lends its own out once
+a step that computes them is scheduled, and leaves them there when it ends. Pages that are cached and idle count as free:
+they are evicted where too few others are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from formats.plan import Limits
 from gplan.core import DUMMY_ROW
 from gplan.scheduling.entry import Entry
 from gplan.scheduling.pages import PageAccount
+from gplan.scheduling.prefix_cache import PrefixCache
+
+
+class PrefixCounts(NamedTuple):
+    """What sharing has come to so far.
+
+    Attributes:
+        lookups: requests that were given a row, again after a preemption.
+        hits: of these, those that began with cached pages.
+        hit_tokens: that were not computed for it.
+        evicted_pages: that were forgotten to make room.
+        cached_pages: pages that no request uses now and another could begin with.
+    """
+
+    lookups: int
+    hits: int
+    hit_tokens: int
+    evicted_pages: int
+    cached_pages: int
 
 
 class Holdings:
@@ -21,7 +46,10 @@ class Holdings:
         self._max_batch, self._page_size = limits.max_batch, limits.page_size
         self._rows = list(range(limits.max_batch, DUMMY_ROW, -1))
         self._pages = PageAccount(num_pages)
+        self._shares = limits.prefix_cache
+        self._cache = PrefixCache(limits.page_size)
         self._num_growing = 0
+        self._num_lookups = self._num_hits = self._num_hit_tokens = 0
 
     @property
     def num_pages(self) -> int:
@@ -29,38 +57,94 @@ class Holdings:
 
     @property
     def num_free(self) -> int:
-        return self._pages.num_free
+        """Pages that can be given out."""
+        return self._pages.num_free + self._cache.num_idle
 
     @property
     def num_held(self) -> int:
-        return self._pages.num_held
+        """Pages that requests use, each counted once."""
+        return self._pages.capacity - self.num_free
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        return PrefixCounts(
+            lookups=self._num_lookups,
+            hits=self._num_hits,
+            hit_tokens=self._num_hit_tokens,
+            evicted_pages=self._cache.num_evicted,
+            cached_pages=self._cache.num_idle,
+        )
 
     def pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 
     def fits(self, entry: Entry) -> bool:
         """Whether there is a row, and pages for all of the request's tokens beside one for each that has yet to grow,
-        itself included."""
+        itself included. Pages that it would share with running requests need not be there twice."""
         if not self._rows:
             return False
         needed = self.pages_of(entry.request.num_tokens)
         growing = self._num_growing + (needed * self._page_size < entry.end - 1)
-        return needed + growing <= self._pages.num_free
+        missing = needed + growing - self.num_free
+        return missing <= 0 or (missing <= self._cache.num_in_use and missing <= self._num_shared(entry))
 
     def settle(self, entry: Entry) -> None:
-        """Gives a request that fits its row and the pages of its tokens."""
-        entry.request.row = self._rows.pop()
-        self._give(entry, self._pages.take(self.pages_of(entry.request.num_tokens)))
-
-    def grow(self, entries: Iterable[Entry]) -> None:
-        """Gives each a page more; as many are free."""
-        for entry in entries:
-            self._give(entry, (self._pages.take_one(),))
-
-    def release(self, entry: Entry) -> None:
-        """Takes row and pages back."""
+        """Gives a request that fits its row and the pages of its tokens, from the prefix cache where it knows them."""
         request = entry.request
-        self._pages.give_back(request.pages)
+        request.row = self._rows.pop()
+        entry.run, known = self._cache.find(request.tokens, self._most_shared(entry))
+        entry.shared = len(known)
+        request.cached_len = len(known) * self._page_size
+        self._num_lookups += 1
+        self._num_hits += bool(known)
+        self._num_hit_tokens += request.cached_len
+        self._give(entry, known)
+        self._give(entry, self._take(self.pages_of(request.num_tokens) - len(known)))
+
+    def grow(self, entries: Sequence[Entry]) -> None:
+        """Gives each a page more; as many are free."""
+        size = self._page_size
+        for entry, page in zip(entries, self._take(len(entries)), strict=True):
+            entry.request.pages.append(page)
+            entry.pages = None
+            entry.capacity += size
+            if entry.capacity >= entry.end - 1:
+                entry.grows = False
+                self._num_growing -= 1
+
+    def lend(self, entry: Entry, num_tokens: int) -> None:
+        """Lets others begin with the full pages of a request's first `num_tokens` tokens. The steps that compute them
+        are scheduled: on the device they run before, or as, any step that is scheduled after this call."""
+        if self._shares and not entry.request.is_unique:
+            self._lend(entry, num_tokens // self._page_size)
+
+    def _lend(self, entry: Entry, full: int) -> None:
+        if full <= entry.shared:
+            return
+        request, before = entry.request, entry.shared
+        assert entry.run is not None
+        entry.run, taken = self._cache.extend(entry.run, before, request.tokens, request.pages[:full])
+        entry.duplicates += request.pages[before:taken]
+        self._pages.keep(request.pages[taken:full])
+        entry.shared = full
+
+    def release(self, entry: Entry, num_cached: int, *, is_over: bool) -> None:
+        """Takes row and pages back; the full ones stay in the prefix cache.
+
+        Args:
+            num_cached: of the request's tokens, those that were computed by steps that are scheduled.
+            is_over: whether the request ended; otherwise it will come back.
+        """
+        request = entry.request
+        full = min(num_cached, len(request.tokens)) // self._page_size
+        if self._shares and request.is_unique and is_over:
+            self._put_aside(entry, full)
+        elif self._shares:
+            self._lend(entry, full)
+        self._pages.give_back(entry.duplicates + request.pages[entry.shared :])
+        assert entry.run is not None
+        self._cache.leave(entry.run)
+        entry.run, entry.shared, entry.duplicates = None, 0, []
         self._rows.append(request.row)
         request.row = DUMMY_ROW
         request.pages.clear()
@@ -69,10 +153,14 @@ class Holdings:
         entry.grows = False
 
     def check(self, holders: Sequence[Entry], others: Iterable[Entry]) -> None:
-        """Nothing is lost or shared, and `others` hold nothing. Looks at all: for tests."""
-        self._pages.check()
-        pages = [page for entry in holders for page in entry.request.pages]
-        assert len(pages) == len(set(pages)) == self._pages.num_held, "a page is shared or lost"
+        """Nothing is lost, only what the prefix cache knows is shared, and `others` hold nothing. Looks at all: for
+        tests."""
+        cached = self._cache.check([entry.run for entry in holders if entry.run is not None])
+        self._pages.check(cached)
+        own = [page for entry in holders for page in (*entry.duplicates, *entry.request.pages[entry.shared :])]
+        assert len(own) == len(set(own)) == self._pages.num_held, "a page of one request is lost, or another's too"
+        borrowed = {page for entry in holders for page in entry.request.pages}.difference(own)
+        assert borrowed.issubset(cached)
         rows = [entry.request.row for entry in holders]
         assert sorted(rows + self._rows) == list(range(1, self._max_batch + 1)), "a row is shared or lost"
         assert self._num_growing == sum(entry.capacity < entry.end - 1 for entry in holders)
@@ -81,6 +169,33 @@ class Holdings:
             assert entry.capacity == len(entry.request.pages) * self._page_size >= entry.request.cached_len
         for entry in others:
             assert (entry.request.pages, entry.request.row, entry.request.cached_len) == ([], DUMMY_ROW, 0)
+            assert (entry.run, entry.shared, entry.duplicates) == (None, 0, [])
+
+    def _put_aside(self, entry: Entry, full: int) -> None:
+        """Does with pages that nobody will look for what `_lend` would do to the order of eviction: nothing, where
+        there are no others."""
+        pages = entry.request.pages[entry.shared : full]
+        if pages and self._cache.num_idle:
+            self._cache.put_aside(pages)
+            self._pages.keep(pages)
+            entry.shared = full
+
+    def _most_shared(self, entry: Entry) -> int:
+        """How many pages a request may begin with: its last token is computed, for what follows it."""
+        return (entry.request.num_tokens - 1) // self._page_size if self._shares else 0
+
+    def _num_shared(self, entry: Entry) -> int:
+        """Pages that a request would share with running ones; looked up again only when their pages changed."""
+        if entry.in_use[0] != self._cache.version:
+            found = self._cache.count_in_use(entry.request.tokens, self._most_shared(entry))
+            entry.in_use = (self._cache.version, found)
+        return entry.in_use[1]
+
+    def _take(self, count: int) -> list[int]:
+        missing = count - self._pages.num_free
+        if missing > 0:
+            self._pages.drop(self._cache.evict(missing))
+        return self._pages.take(count)
 
     def _give(self, entry: Entry, pages: Sequence[int]) -> None:
         entry.request.pages += pages

@@ -1,17 +1,18 @@
-"""Which pages of the KV pool are free and which are given out. Owns page ids; holds no bytes and knows no request.
+"""Which pages of the KV pool are free, held by a request, or cached. Owns page ids; holds no bytes, knows no request.
 
 Page 0 is the dummy page: it is counted in `num_pages` and never given out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gplan.core import DUMMY_PAGE
 
 
 class PageAccount:
-    """Gives pages out and takes them back. Pages given back last are given out first.
+    """Gives pages out and takes them back; pages that are held may become cached, and free again from there. Pages that
+    became free last are given out first.
 
     Args:
         num_pages: pages of the KV pool, the dummy page included.
@@ -22,6 +23,7 @@ class PageAccount:
         self.capacity = num_pages - 1
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._held: set[int] = set()
+        self.num_cached = 0
 
     @property
     def num_free(self) -> int:
@@ -43,13 +45,6 @@ class PageAccount:
         assert len(held) == before + count, "a page was given out twice"
         return taken
 
-    def take_one(self) -> int:
-        """As `take(1)[0]`."""
-        page = self._free.pop()
-        assert page not in self._held, "a page was given out twice"
-        self._held.add(page)
-        return page
-
     def give_back(self, pages: Sequence[int]) -> None:
         """Takes pages back, each of which must have been given out."""
         held = self._held
@@ -58,9 +53,28 @@ class PageAccount:
         assert len(held) == before - len(pages), "a page came back that was not given out"
         self._free.extend(reversed(pages))
 
-    def check(self) -> None:
-        """Every page but the dummy is free or given out, never both. Looks at every page: for tests."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
-        assert free.isdisjoint(self._held), "a page is free and given out"
-        assert free | self._held == set(range(1, self.capacity + 1)), "a page is lost"
+    def keep(self, pages: Sequence[int]) -> None:
+        """Pages that were given out become cached."""
+        held = self._held
+        before = len(held)
+        held.difference_update(pages)
+        assert len(held) == before - len(pages), "a page is kept that was not given out"
+        self.num_cached += len(pages)
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Pages that were cached become free."""
+        self.num_cached -= len(pages)
+        assert self.num_cached >= 0, "a page is dropped that was not cached"
+        self._free.extend(pages)
+
+    def check(self, cached: Collection[int]) -> None:
+        """Free, held and cached pages are all pages but the dummy, each once. Looks at every page: for tests.
+
+        Args:
+            cached: pages that the prefix cache knows.
+        """
+        assert self.num_free + self.num_held + self.num_cached == self.capacity, "pages do not add up"
+        assert len(cached) == self.num_cached, "the prefix cache knows more or fewer pages"
+        pages = [*self._free, *self._held, *cached]
+        assert len(set(pages)) == len(pages), "a page is in two places"
+        assert set(pages) == set(range(1, self.capacity + 1)), "a page is lost"

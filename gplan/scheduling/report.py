@@ -49,7 +49,9 @@ class SimulationReport(Record, frozen=True):
         inter_token_ms: between tokens that follow one another in a request.
         latency_ms: from arrival to last token, of each request.
         kv_pages: pages of the KV pool, without the dummy page.
-        kv_pages_mean: pages given out, over busy time.
+        kv_pages_mean: pages that requests use, over busy time.
+        prefix_hits: requests that began with cached pages, those that came back after a preemption included.
+        prefix_hit_tokens: of prompts, that were not computed for it.
     """
 
     num_requests: int
@@ -69,6 +71,8 @@ class SimulationReport(Record, frozen=True):
     kv_pages: int
     kv_pages_mean: float
     kv_pages_peak: int
+    prefix_hits: int
+    prefix_hit_tokens: int
 
 
 def distribution(weighted_ps: Iterable[tuple[int, int]]) -> Distribution:

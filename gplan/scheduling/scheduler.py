@@ -11,7 +11,8 @@ Policy, in this order at every step:
    and then, younger than all of them, some that prefill.
 3. The next waiting request, by the turns among clients that `WaitingQueue` keeps, is let in when a row is free and the
    pages of all its tokens are, beside one page for each running request, itself included, that has yet to grow. It then
-   holds those pages from its first chunk on, so that prompts under way never compete for pages.
+   holds those pages from its first chunk on, so that prompts under way never compete for pages. Its first tokens need
+   not be computed where the prefix cache knows their pages.
 4. With a `Packer`, the cut of the last prompt is moved to a bucket where that ends it sooner.
 
 When a decode finds no free page, the youngest running request gives all of its pages back, waits at the head of the
@@ -23,6 +24,10 @@ when a step is scheduled; a request whose last token is under way is not schedul
 back at the next `schedule`. Rows and pages may change hands while an older step that uses them is still running,
 because steps run on the device in the order in which they were scheduled: whatever the old owner's step reads and
 writes there is done before the new owner's begins, and the new owner reads no token or location that it did not write.
+
+Pages are shared only when they are full, so nobody writes to them again, and only once a step that fills them is decided
+on. Who shares them reads them in a later step, which runs later, or in that very step: each layer stores keys and
+values of all tokens of a step before it attends to any.
 
 The rule of decoding first, and yielding by the youngest, is that of vLLM's scheduler.
 """
@@ -36,7 +41,7 @@ from formats.plan import Limits
 from gplan.core import Batch, Chunk, FinishReason, Phase, Request
 from gplan.errors import FitError, GplanError
 from gplan.scheduling.entry import Decoders, Entry
-from gplan.scheduling.holdings import Holdings
+from gplan.scheduling.holdings import Holdings, PrefixCounts
 from gplan.scheduling.packing import Packer
 from gplan.scheduling.times import prompt_pairs
 from gplan.scheduling.waiting import WaitingQueue
@@ -118,11 +123,16 @@ class Scheduler:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that can be given out, cached ones included that no request uses."""
         return self._holdings.num_free
 
     @property
     def num_held_pages(self) -> int:
         return self._holdings.num_held
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        return self._holdings.prefix_counts
 
     def add(self, request: Request) -> None:
         """Queues a request. The caller has checked that its prompt is not empty and leaves room for one token."""
@@ -243,6 +253,9 @@ class Scheduler:
     def _completed(self) -> list[Request]:
         """Those whose last token was taken for read."""
         for entry in self._complete:
+            entry.request.tokens += [0] * (
+                entry.end - len(entry.request.tokens)
+            )  # of `advance`, which only counted them
             self._waiting.settle(entry, entry.end)
             del self._entries[entry.request.id]
         return [entry.request for entry in self._complete]
@@ -250,11 +263,7 @@ class Scheduler:
     # Pages ------------------------------------------------------------------------------------------------------
 
     def _make_room_for_decodes(self) -> list[Request]:
-        """Gives each decode the page it needs; the youngest yield while there are too few. Returns those that did.
-
-        None that yields can be admitted again in the same step: without its pages there were too few, so fewer than
-        it gave back remain.
-        """
+        """Gives each decode the page it needs; the youngest yield while there are too few. Returns those that did."""
         preempted = []
         while len(self._decoders.short()) > self._holdings.num_free:
             preempted.append(self._preempt_youngest())
@@ -264,14 +273,13 @@ class Scheduler:
     def _preempt_youngest(self) -> Request:
         if self._prefilling:
             entry = self._prefilling.pop()
-            request = entry.request
+            request, cached = entry.request, entry.request.cached_len
         else:
             entry = self._decoders.entries[-1]
-            request = entry.request
-            missing = self._decoders.cached_len(entry) - request.cached_len
-            request.tokens += [0] * missing  # of `advance`, which only counted them
+            request, cached = entry.request, self._decoders.cached_len(entry)
+            request.tokens += [0] * (cached - request.cached_len)  # of `advance`, which only counted them
             self._decoders.leave(entry)
-        self._holdings.release(entry)
+        self._holdings.release(entry, cached, is_over=False)
         request.cached_len = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -281,7 +289,7 @@ class Scheduler:
 
     def _release_complete(self) -> None:
         for entry in self._complete:
-            self._holdings.release(entry)
+            self._holdings.release(entry, entry.end - 1, is_over=True)
         self._complete = []
 
     # Prompts ----------------------------------------------------------------------------------------------------
@@ -292,17 +300,23 @@ class Scheduler:
         for entry in self._prefilling:
             if budget == 0:
                 break
-            length = min(budget, entry.request.num_tokens - entry.request.cached_len)
-            parts.append((entry, length))
-            budget -= length
+            parts.append((entry, self._part(entry, budget)))
+            budget -= parts[-1][1]
         while budget > 0 and self._can_admit():
             entry = self._admit()
-            length = min(budget, entry.request.num_tokens)
-            parts.append((entry, length))
-            budget -= length
+            parts.append((entry, self._part(entry, budget)))
+            budget -= parts[-1][1]
         if self._packer is not None and budget == 0 and parts and not self._waiting:
             self._cut_to_buckets(self._packer, parts)
         return parts
+
+    def _part(self, entry: Entry, budget: int) -> int:
+        """How many tokens of a prompt the step computes; as soon as that is all of them, its pages can be shared."""
+        rest = entry.request.num_tokens - entry.request.cached_len
+        if rest > budget:
+            return budget
+        self._holdings.lend(entry, entry.request.num_tokens)
+        return rest
 
     def _cut_to_buckets(self, packer: Packer, parts: list[tuple[Entry, int]]) -> None:
         """Shortens the last chunk of a full step where the one prompt that is left then ends sooner."""
@@ -364,7 +378,7 @@ class Scheduler:
             queue = self._complete if entry in self._complete else self._prefilling
             queue.remove(entry)
         if entry.request.is_running:
-            self._holdings.release(entry)
+            self._holdings.release(entry, entry.request.cached_len, is_over=True)
         entry.request.num_pending = 0
         entry.request.finish_reason = reason
         self._waiting.settle(entry, len(entry.request.tokens))

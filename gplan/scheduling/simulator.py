@@ -1,8 +1,10 @@
 """Traffic through the scheduler that serves, on a clock that runs by a plan's measured times.
 
 Every decision is the scheduler's own. This module owns the clock, arrivals and the accounts: what ran at which size,
-how long requests waited, how full the KV pool was. The same input gives the same report, to the bit. Prompts share
-nothing here: `prefix_ids` of a trace make no difference.
+how long requests waited, how full the KV pool was. The same input gives the same report, to the bit.
+
+Prompts share what a trace's `prefix_ids` say they share, where the plan has a prefix cache. Nothing is known of answers:
+no prompt begins with one.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ class _Run:
         self._arrived_at: dict[str, int] = {}
         self._last_token_at: dict[str, int] = {}
         """Of preempted requests that have tokens."""
+        self._beginnings = Counter(request.prefix_ids[0] for request in trace.requests if request.prefix_ids)
+        self._block_tokens: dict[int, int] = {}
         self._accounts = _Accounts()
 
     def to_the_end(self) -> None:
@@ -178,10 +182,21 @@ class _Run:
             Request(
                 id=name,
                 prompt_len=asked.input_tokens,
-                tokens=[0] * asked.input_tokens,
+                tokens=self._prompt(index),
+                is_unique=not asked.prefix_ids or self._beginnings[asked.prefix_ids[0]] == 1,
                 params=SamplingParams(max_tokens=asked.output_tokens),
             )
         )
+
+    def _prompt(self, index: int) -> list[int]:
+        """Tokens that agree with those of other prompts as far as the trace says: a number for each block it names, and
+        one of the prompt's own for the rest."""
+        asked, block = self._trace.requests[index], self._trace.prefix_block_tokens
+        tokens: list[int] = []
+        for prefix_id in asked.prefix_ids:
+            tokens += [self._block_tokens.setdefault(prefix_id, len(self._block_tokens) + 1)] * block
+        del tokens[asked.input_tokens :]
+        return tokens + [-1 - index] * (asked.input_tokens - len(tokens))
 
     def _launch(self, step: Advance) -> None:
         accounts, phase = self._accounts, step.phase
@@ -215,6 +230,7 @@ class _Run:
 
     def report(self) -> SimulationReport:
         accounts, requests = self._accounts, self._trace.requests
+        prefixes = self._scheduler.prefix_counts
         duration_s = (self._end - self._arrivals[0]) / PS_PER_S if requests else 0.0
         busy = sum(accounts.busy_ps.values())
         output_tokens = sum(request.output_tokens for request in requests)
@@ -237,6 +253,8 @@ class _Run:
             kv_pages=self._scheduler.num_pages,
             kv_pages_mean=accounts.page_ps / busy if busy else 0.0,
             kv_pages_peak=accounts.peak_pages,
+            prefix_hits=prefixes.hits,
+            prefix_hit_tokens=prefixes.hit_tokens,
         )
 
 

@@ -18,8 +18,17 @@ STOP_TOKEN = 0
 VOCABULARY = 97
 
 
-def limits(*, max_batch: int = 4, max_len: int = 32, chunk: int = 8, page_size: int = 4) -> Limits:
-    return Limits(max_batch=max_batch, max_len=max_len, chunk=chunk, page_size=page_size, memory_bytes=0)
+def limits(
+    *, max_batch: int = 4, max_len: int = 32, chunk: int = 8, page_size: int = 4, prefix_cache: bool = True
+) -> Limits:
+    return Limits(
+        max_batch=max_batch,
+        max_len=max_len,
+        chunk=chunk,
+        page_size=page_size,
+        memory_bytes=0,
+        prefix_cache=prefix_cache,
+    )
 
 
 def packer(chunk: int) -> Packer:
@@ -92,8 +101,8 @@ class Device:
         assert len(set(rows)) == len(rows)
         assert all(DUMMY_ROW < row <= self.limits.max_batch for row in rows)
         pages = [page for chunk in chunks for page in chunk.pages]
-        assert len(set(pages)) == len(pages)
         assert all(DUMMY_PAGE < page < self.num_pages for page in pages)
+        self._check_sharing(chunks)
         for chunk in chunks:
             assert chunk.length >= 1
             assert len(chunk.pages) == -(-chunk.end // self.limits.page_size)
@@ -108,6 +117,16 @@ class Device:
         assert all(
             chunk.start < chunk.request.prompt_len or chunk.request.num_preemptions for chunk in chunks[first_prompt:]
         )
+
+    def _check_sharing(self, chunks: Sequence[Chunk]) -> None:
+        """A page that a step writes to is one request's; another may begin with it only if the step fills it."""
+        size = self.limits.page_size
+        written = [page for chunk in chunks for page in chunk.pages[chunk.start // size :]]
+        assert len(set(written)) == len(written), "two requests write to a page"
+        unfilled = {chunk.pages[-1] for chunk in chunks if chunk.end % size}
+        for chunk in chunks:
+            assert len(set(chunk.pages)) == len(chunk.pages), "a request holds a page twice"
+            assert unfilled.isdisjoint(chunk.pages[: chunk.start // size]), "a page is shared that is not full"
 
 
 class Server:

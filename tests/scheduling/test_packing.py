@@ -54,7 +54,7 @@ def steps(packer: Packer | None, *lengths: int) -> list[list[int]]:
     bounds = limits(max_batch=4, max_len=64, chunk=16)
     server = Server(Scheduler(bounds, 65, packer), Device(bounds, 65), lag=0)
     for index, length in enumerate(lengths):
-        server.scheduler.add(request(f"r{index}", range(1, length + 1), 2, stops=False))
+        server.scheduler.add(request(f"r{index}", range(1 + 40 * index, 1 + 40 * index + length), 2, stops=False))
     server.run()
     return [[chunk.length for chunk in batch.chunks] for batch in server.batches if batch.phase is Phase.PREFILL]
 

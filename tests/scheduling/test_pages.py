@@ -22,7 +22,7 @@ def test_pages_are_given_out_once(num_pages: int, wants: list[int]) -> None:
         pages = [page for group in held for page in group]
         assert len(set(pages)) == len(pages) == account.num_held
         assert DUMMY_PAGE not in pages
-        account.check()
+        account.check(())
 
 
 def test_more_than_is_free_is_our_bug() -> None:

@@ -52,8 +52,8 @@ def test_decodes_come_first_and_prompts_get_the_rest() -> None:
 
 def test_prompts_share_a_step_in_order_of_arrival() -> None:
     server = serve()
-    for name, length in (("a", 3), ("b", 4), ("c", 5)):
-        server.scheduler.add(request(name, range(1, length + 1), 1, stops=False))
+    for name, first, length in (("a", 10, 3), ("b", 20, 4), ("c", 30, 5)):
+        server.scheduler.add(request(name, range(first, first + length), 1, stops=False))
     server.run()
     assert [[(c.request.id, c.length) for c in batch.chunks] for batch in server.batches] == [
         [("a", 3), ("b", 4), ("c", 1)],
@@ -111,7 +111,7 @@ def test_the_youngest_yields_and_answers_do_not_change(lag: int) -> None:
 
 
 def test_a_preempted_request_waits_for_its_tokens_and_computes_all_of_them_again() -> None:
-    server = serve(num_pages=9, lag=1, bounds=limits(max_batch=2, chunk=32))
+    server = serve(num_pages=9, lag=1, bounds=limits(max_batch=2, chunk=32, prefix_cache=False))
     for name in "ab":
         server.scheduler.add(request(name, [3, 4, 5], 28, stops=False))
     server.run()
@@ -126,7 +126,7 @@ def test_a_preempted_request_waits_for_its_tokens_and_computes_all_of_them_again
 
 
 def test_a_preempted_request_is_not_admitted_while_a_token_of_it_is_unread() -> None:
-    bounds = limits(max_batch=2, chunk=32)
+    bounds = limits(max_batch=2, chunk=32, prefix_cache=False)
     scheduler, device = Scheduler(bounds, 9), Device(bounds, 9)
     for name in "ab":
         scheduler.add(request(name, [3, 4, 5], 28, stops=False))
@@ -151,7 +151,7 @@ def test_nobody_is_admitted_into_pages_that_running_requests_will_need() -> None
     server.scheduler.add(request("a", range(1, 17), 16, stops=False))  # holds 4 of 8 pages and grows
     server.step()
     server.step()
-    server.scheduler.add(request("b", range(1, 9), 4, stops=False))  # needs 2, and one more later
+    server.scheduler.add(request("b", range(31, 39), 4, stops=False))  # needs 2, and one more later
     server.step()
     assert (server.scheduler.num_running, server.scheduler.num_waiting) == (1, 1)
     assert server.scheduler.num_free_pages == 3

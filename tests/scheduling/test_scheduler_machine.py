@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gplan.core import Batch, FinishReason, Request
 from gplan.scheduling.scheduler import Scheduler
-from tests.scheduling.serve import Device, Server, answer, limits, packer, request
+from tests.scheduling.serve import STOP_TOKEN, Device, Server, answer, limits, packer, request
 
 MAX_LEN = 24
 
@@ -25,6 +25,7 @@ class Traffic(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4, 7, 16]),
         more_pages=st.integers(0, 12),
         packs=st.booleans(),
+        caches=st.booleans(),
         num_clients=st.integers(1, 3),
     )
     def start(
@@ -35,9 +36,16 @@ class Traffic(RuleBasedStateMachine):
         page_size: int,
         more_pages: int,
         packs: bool,
+        caches: bool,
         num_clients: int,
     ) -> None:
-        self.limits = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
+        self.limits = limits(
+            max_batch=max_batch,
+            max_len=MAX_LEN,
+            chunk=max_batch + more_chunk,
+            page_size=page_size,
+            prefix_cache=caches,
+        )
         num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
         self.lag, self.num_clients = lag, num_clients
         self.scheduler = Scheduler(self.limits, num_pages, packer(self.limits.chunk) if packs else None)
@@ -45,17 +53,27 @@ class Traffic(RuleBasedStateMachine):
         self.prompts: dict[str, tuple[list[int], bool]] = {}
         self.live: dict[str, Request] = {}
         self.turns_as_oldest = 0
+        self.ended: list[list[int]] = []
         self.next_start: dict[str, tuple[int, int]] = {}
 
     @rule(
         length=st.integers(1, MAX_LEN - 1),
         max_tokens=st.integers(1, MAX_LEN),
-        seed=st.integers(1, 96),
+        seed=st.integers(1, 3) | st.integers(1, 96),
         stops=st.booleans(),
     )
     def arrive(self, length: int, max_tokens: int, seed: int, stops: bool) -> None:
+        self._add([(seed + i) % 96 + 1 for i in range(length)], max_tokens, seed, stops)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), kept=st.integers(1, MAX_LEN), more=st.integers(0, 6), stops=st.booleans())
+    def go_on(self, data: st.DataObject, kept: int, more: int, stops: bool) -> None:
+        """A prompt that begins with the tokens of a request that ended."""
+        prompt = data.draw(st.sampled_from(self.ended))[:kept] + [90] * more
+        self._add(prompt[: MAX_LEN - 1], 4, 1, stops)
+
+    def _add(self, prompt: list[int], max_tokens: int, seed: int, stops: bool) -> None:
         name = f"r{len(self.prompts)}"
-        prompt = [(seed + i) % 96 + 1 for i in range(length)]
         self.prompts[name] = (prompt, stops)
         self.live[name] = request(name, prompt, max_tokens, stops=stops)
         self.live[name].client = f"c{seed % self.num_clients}"
@@ -113,17 +131,23 @@ class Traffic(RuleBasedStateMachine):
             assert self._retire(finished.id) is finished
 
     def _follow(self, batch: Batch) -> None:
-        """Chunks of a request follow one another, and start over only after a preemption."""
+        """Chunks of a request follow one another, and start over, with what is cached, only after a preemption."""
         for chunk in batch.chunks:
             name, preemptions = chunk.request.id, chunk.request.num_preemptions
-            expected, before = self.next_start.get(name, (0, 0))
-            assert chunk.start == (expected if preemptions == before else 0)
+            expected, before = self.next_start.get(name, (0, -1))
+            if preemptions == before:
+                assert chunk.start == expected
+            else:
+                assert chunk.start % self.limits.page_size == 0
+                assert chunk.start == 0 or self.limits.prefix_cache
             self.next_start[name] = (chunk.end, preemptions)
 
     def _retire(self, name: str) -> Request:
         if name == next(iter(self.live)):
             self.turns_as_oldest = 0
-        return self.live.pop(name)
+        request = self.live.pop(name)
+        self.ended.append([token for token in request.tokens if token != STOP_TOKEN] or [1])
+        return request
 
 
 Traffic.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

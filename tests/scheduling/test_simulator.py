@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,12 @@ def times(
     return StepTimes(decode, prefill)
 
 
+def prompt(asked: TraceRequest, block: int, index: int) -> list[int]:
+    """Blocks of one number each where the trace names them; a number of its own for the rest."""
+    named = [100 + prefix_id for prefix_id in asked.prefix_ids for _ in range(block)]
+    return (named + [-1 - index] * asked.input_tokens)[: asked.input_tokens]
+
+
 class Engine:
     """The engine's loop on a virtual clock, step by step over real batches: what the simulator must equal."""
 
@@ -83,7 +90,7 @@ class Engine:
                 clients -= 1
                 self.arrived[name] = self.now if self.trace.concurrency else at
                 params = SamplingParams(max_tokens=asked.output_tokens)
-                tokens = [0] * asked.input_tokens
+                tokens = prompt(asked, self.trace.prefix_block_tokens, int(name))
                 self.scheduler.add(Request(id=name, prompt_len=len(tokens), tokens=tokens, params=params))
             batch = self.scheduler.schedule()
             if batch is not None:
@@ -92,7 +99,7 @@ class Engine:
                 end, done = unread.popleft()
                 self.now = max(self.now, end)
                 sampled = [chunk for chunk in done.chunks if chunk.samples]
-                for request in self.scheduler.update(done, [1] * len(sampled)):
+                for request in self.scheduler.update(done, [0] * len(sampled)):
                     self.latency.append(self.last[request.id] - self.arrived[request.id])
                     clients += 1
             elif batch is None and arrivals:
@@ -132,6 +139,8 @@ def assert_equal(report: SimulationReport, engine: Engine) -> None:
     assert report.kv_pages_mean == engine.page_ps / engine.busy
     assert report.kv_pages_peak == engine.peak
     assert report.preemptions == engine.scheduler.num_preemptions
+    counts = engine.scheduler.prefix_counts
+    assert (report.prefix_hits, report.prefix_hit_tokens) == (counts.hits, counts.hit_tokens)
     for phase, found in ((Phase.DECODE, report.decode), (Phase.PREFILL, report.prefill)):
         steps: Counter[int] = Counter()
         for (where, size, _), count in engine.steps.items():
@@ -139,6 +148,15 @@ def assert_equal(report: SimulationReport, engine: Engine) -> None:
         assert found.steps == tuple(sorted((+steps).items()))
         eager = sum(count for (where, _, eager), count in engine.steps.items() if where is phase and eager)
         assert (found.eager, found.replayed) == (eager, steps.total() - eager)
+
+
+def with_prefixes(served: Trace, ids: list[list[int]], block: int) -> Trace:
+    """As many of the ids as each prompt has blocks."""
+    named = tuple(
+        msgspec.structs.replace(request, prefix_ids=tuple(each[: -(-request.input_tokens // block)]))
+        for request, each in zip(served.requests, ids, strict=False)
+    )
+    return msgspec.structs.replace(served, requests=named, prefix_block_tokens=block)
 
 
 requests = st.lists(
@@ -164,6 +182,9 @@ requests = st.lists(
     cached_us=st.sampled_from([0.0, 0.5]),
     slots=st.integers(0, 2),
     packs=st.booleans(),
+    block=st.integers(1, 6),
+    ids=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=14, max_size=14),
+    caches=st.booleans(),
 )
 def test_a_simulation_is_the_engines_loop(
     asked: list[tuple[float, int, int]],
@@ -178,9 +199,19 @@ def test_a_simulation_is_the_engines_loop(
     cached_us: float,
     slots: int,
     packs: bool,
+    block: int,
+    ids: list[list[int]],
+    caches: bool,
 ) -> None:
-    served = trace(*((0.0, *lengths[1:]) if clients else lengths for lengths in sorted(asked)), concurrency=clients)
-    bounds = limits(max_batch=max_batch, max_len=MAX_LEN, chunk=max_batch + more_chunk, page_size=page_size)
+    plain = trace(*((0.0, *lengths[1:]) if clients else lengths for lengths in sorted(asked)), concurrency=clients)
+    served = with_prefixes(plain, ids, block)
+    bounds = limits(
+        max_batch=max_batch,
+        max_len=MAX_LEN,
+        chunk=max_batch + more_chunk,
+        page_size=page_size,
+        prefix_cache=caches,
+    )
     num_pages = 1 + -(-MAX_LEN // page_size) + more_pages
     measured = times(max_batch, bounds.chunk, cached_us=cached_us, slots=slots, host_us=host_us, beyond_us=beyond_us)
     cutter = packer(bounds.chunk) if packs else None
@@ -195,7 +226,7 @@ def test_a_simulation_is_the_engines_loop(
 
 def test_a_request_that_is_preempted_again_before_its_next_token_waits_since_its_last() -> None:
     served = trace((0.000362, 1, 14), (0.000596, 2, 8), (0.000676, 8, 4))
-    bounds = limits(max_batch=4, max_len=MAX_LEN, chunk=6, page_size=1)
+    bounds = limits(max_batch=4, max_len=MAX_LEN, chunk=6, page_size=1, prefix_cache=False)
     report = simulate(served, Scheduler(bounds, 24), times(4, 6))
     engine = Engine(served, Scheduler(bounds, 24), times(4, 6), 0)
     engine.run()
