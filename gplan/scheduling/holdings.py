@@ -1,8 +1,8 @@
 """The row and the pages that each running request holds, and whether another request's would fit beside them.
 
 Full pages go through the prefix cache: a request begins with the pages of tokens that are known, lends its own out once
-a step that computes them is scheduled, and leaves them there when it ends. Pages that are cached and idle count as free:
-they are evicted where too few others are.
+a step that computes them is scheduled, and leaves them there when it ends. Pages that are cached and idle count as
+free: they are evicted where too few others are.
 """
 
 from __future__ import annotations

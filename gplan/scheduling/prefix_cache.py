@@ -9,8 +9,8 @@ the root to its last. What nobody uses is idle and can be evicted, least recentl
 becomes idle after those under it, so the first of the order never has any under it. An operation costs as the pages it
 looks at; a page that is evicted costs the same whatever the size of the tree.
 
-The tree over tokens with eviction of its leaves is RadixAttention's ("SGLang: Efficient Execution of Structured Language
-Model Programs", Zheng and others, 2024).
+The tree over tokens with eviction of its leaves is RadixAttention's ("SGLang: Efficient Execution of Structured
+Language Model Programs", Zheng and others, 2024).
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ back at the next `schedule`. Rows and pages may change hands while an older step
 because steps run on the device in the order in which they were scheduled: whatever the old owner's step reads and
 writes there is done before the new owner's begins, and the new owner reads no token or location that it did not write.
 
-Pages are shared only when they are full, so nobody writes to them again, and only once a step that fills them is decided
-on. Who shares them reads them in a later step, which runs later, or in that very step: each layer stores keys and
-values of all tokens of a step before it attends to any.
+Pages are shared only when they are full, so nobody writes to them again, and only once a step that fills them is
+decided on. Who shares them reads them in a later step, which runs later, or in that very step: each layer stores keys
+and values of all tokens of a step before it attends to any.
 
 The rule of decoding first, and yielding by the youngest, is that of vLLM's scheduler.
 """

@@ -3,8 +3,8 @@
 Every decision is the scheduler's own. This module owns the clock, arrivals and the accounts: what ran at which size,
 how long requests waited, how full the KV pool was. The same input gives the same report, to the bit.
 
-Prompts share what a trace's `prefix_ids` say they share, where the plan has a prefix cache. Nothing is known of answers:
-no prompt begins with one.
+Prompts share what a trace's `prefix_ids` say they share, where the plan has a prefix cache. Of answers nothing is known
+that a prompt could begin with.
 """
 
 from __future__ import annotations
