@@ -82,6 +82,7 @@ def serve(
         accept_drift=accept_drift,
         api_key=api_key,
         model_name=model_name or os.path.basename(os.path.abspath(where)),
+        plan_path=plan,
         debug=Debug(graphs=debug_graphs, addresses=check_addresses),
         request_timeout_s=request_timeout,
     )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gplan.core import Batch, Phase, ShapeKey
-from gplan.graphs.capture.base import GraphDevice
+from gplan.graphs.admission import Verdict
+from gplan.graphs.capture.base import GraphDevice, Stopwatch
 from gplan.graphs.decode import DecodeRunner
 from gplan.graphs.forward import ForwardParts
 from gplan.graphs.guard import AddressGuard
@@ -41,6 +42,8 @@ class Outcome:
         size: requests (decode) or tokens (prefill) of the batch.
         padding_rows: rows of the bucket beyond them.
         elapsed_s: from launch until the host had the tokens.
+        replay_us: device time of the replay where it was timed, else None.
+        cached_tokens: of a timed replay, tokens before those of the step, over its requests.
     """
 
     phase: Phase
@@ -49,6 +52,8 @@ class Outcome:
     reason: str
     padding_rows: int
     elapsed_s: float
+    replay_us: float | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,11 @@ class Step:
     launched_at: float
     tokens: Callable[[], Tensor]
     logprobs: Callable[[], Tensor] | None
+    stopwatch: Stopwatch | None = None
+
+
+TIMED_EVERY = 16
+"""One replay in so many is timed: two events on the stream, read once the step's tokens are there."""
 
 
 class Executor:
@@ -93,6 +103,7 @@ class Executor:
         self.device, self.parts, self.sampler, self.guard = device, parts, sampler, guard
         self.decode, self.prefill = decode, prefill
         self.check_addresses = check_addresses
+        self._num_replays = 0
 
     @property
     def result_lag(self) -> int:
@@ -123,19 +134,31 @@ class Executor:
             self.guard.check(verdict.key)
         if batch.phase is Phase.DECODE:
             self.sampler.ensure_last_tokens(batch.chunks)
+        stopwatch = self._stopwatch(verdict)
         if verdict.key is not None and draw_of(verdict.key):
             _, drawn = self.decode.draw(batch, verdict.key)
+            if stopwatch is not None:
+                stopwatch.stop()
             tokens = self.device.read_later(drawn)
             self.sampler.note_drawn(batch.chunks)
-            return Step(batch, verdict.key, verdict.reason, launched_at, tokens, None)
+            return Step(batch, verdict.key, verdict.reason, launched_at, tokens, None, stopwatch)
         logits = runner.execute(batch, verdict)
+        if stopwatch is not None:
+            stopwatch.stop()
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
         if not sampling:
-            return Step(batch, verdict.key, verdict.reason, launched_at, _no_tokens, None)
+            return Step(batch, verdict.key, verdict.reason, launched_at, _no_tokens, None, stopwatch)
         draw = self.sampler.sample(logits, sampling, None if mask is None else mask())
         tokens = self.device.read_later(draw.tokens)
         logprobs = None if draw.logprobs is None else self.device.read_later(draw.logprobs)
-        return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs)
+        return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs, stopwatch)
+
+    def _stopwatch(self, verdict: Verdict) -> Stopwatch | None:
+        """One that runs, where this replay is timed."""
+        if verdict.key is None:
+            return None
+        self._num_replays += 1
+        return self.device.stopwatch() if self._num_replays % TIMED_EVERY == 0 else None
 
     def collect(self, step: Step) -> StepResult:
         """Waits for a step's tokens."""
@@ -155,6 +178,8 @@ class Executor:
             reason=step.reason,
             padding_rows=0 if step.key is None else step.key.size - size,
             elapsed_s=time.perf_counter() - step.launched_at,
+            replay_us=None if step.stopwatch is None else step.stopwatch.read_us(),
+            cached_tokens=0 if step.stopwatch is None else sum(chunk.start for chunk in step.batch.chunks),
         )
         return StepResult(tokens, logprobs, outcome)
 

@@ -31,6 +31,11 @@ class LedgerEntry:
     def overrun_bytes(self) -> int:
         return 0 if self.actual_bytes is None else self.actual_bytes - self.planned_bytes
 
+    @property
+    def is_overrun(self) -> bool:
+        """Whether it took more than planned by 2% or 128 MiB, whichever is more."""
+        return self.overrun_bytes > max(ABSOLUTE_TOLERANCE, int(self.planned_bytes * RELATIVE_TOLERANCE))
+
 
 class MemoryLedger:
     """Planned bytes per row, and what was really taken."""
@@ -57,8 +62,7 @@ class MemoryLedger:
             FitError: names the first row beyond tolerance, planned and actual.
         """
         for entry in self.entries():
-            allowed = max(ABSOLUTE_TOLERANCE, int(entry.planned_bytes * RELATIVE_TOLERANCE))
-            if entry.overrun_bytes > allowed:
+            if entry.is_overrun:
                 raise FitError(
                     f"ledger row {entry.name}: planned {format_size(entry.planned_bytes)}, "
                     f"took {format_size(entry.actual_bytes or 0)}",

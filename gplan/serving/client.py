@@ -33,6 +33,8 @@ from gplan.serving.protocol import (
     Failed,
     Fatal,
     Idle,
+    LedgerActual,
+    LedgerNow,
     Message,
     Output,
     Outputs,
@@ -65,6 +67,8 @@ class Observer(Protocol):
     def on_step(self, step: StepStats) -> None: ...
 
     def on_idle(self, pages_used: int) -> None: ...
+
+    def on_ledger(self, rows: Sequence[LedgerActual], overrun: Sequence[str]) -> None: ...
 
     def on_first_token(self, seconds: float) -> None: ...
 
@@ -235,6 +239,8 @@ class EngineClient:
                     self._observer.on_step(message.stats)
                 case Idle():
                     self._observer.on_idle(message.pages_used)
+                case LedgerNow():
+                    self._observer.on_ledger(message.rows, message.overrun)
                 case Progress():
                     progress(message.stage, message.done, message.total)
                 case Ready():

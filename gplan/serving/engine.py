@@ -54,6 +54,7 @@ class Engine:
     Args:
         is_orphan: whether nobody is left to serve.
         constraints: of requests that have a grammar.
+        look: called every round; what it returns now and then is sent.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Engine:
         channel: Channel,
         is_orphan: Callable[[], bool],
         constraints: Constraints | None = None,
+        look: Callable[[], FromEngine | None] = lambda: None,
     ) -> None:
-        self._executor, self._channel, self._is_orphan = executor, channel, is_orphan
+        self._executor, self._channel, self._is_orphan, self._look = executor, channel, is_orphan, look
         self._constraints = constraints or Constraints(None)
         self._scheduler = Scheduler(limits, num_pages)
         self._num_pages = num_pages - 1
@@ -84,6 +86,8 @@ class Engine:
             self._receive(self._wait_ms)
             self._settle_grammars()
             self._step()
+            if (seen := self._look()) is not None:
+                self._channel.send(seen)
 
     @property
     def _is_idle(self) -> bool:
@@ -205,6 +209,8 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prompt_tokens=sum(c.length for c in step.batch.chunks if c.start < c.request.prompt_len),
             output_tokens=output_tokens,
+            replay_us=outcome.replay_us,
+            cached_tokens=outcome.cached_tokens,
         )
 
 

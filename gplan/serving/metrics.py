@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from formats.plan import PhasePlan, Plan
 from gplan.scheduling.times import interpolate
-from gplan.serving.protocol import StepStats
+from gplan.serving.drift_watch import DriftWatch
+from gplan.serving.protocol import LedgerActual, StepStats
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -19,10 +20,11 @@ class Metrics:
     batch's exact size.
 
     Args:
+        path: of the plan's file.
         debug_graphs: what the plan says to replay runs eagerly, and is counted as `debug`.
     """
 
-    def __init__(self, plan: Plan, *, debug_graphs: bool = False) -> None:
+    def __init__(self, plan: Plan, *, path: str = "PLAN", debug_graphs: bool = False) -> None:
         self._replayed = "debug" if debug_graphs else "replayed"
         self._graph_us: dict[str, Mapping[int, float]] = {
             phase.phase: _graph_times(phase) for phase in (plan.decode, plan.prefill)
@@ -60,8 +62,10 @@ class Metrics:
             "gplan_padding_seconds", "Time that padding rows took, by the plan's times.", ["phase"], registry=registry
         )
         self.page_limit.set(plan.num_kv_pages - 1)
+        self.drift = DriftWatch(plan, registry, path=path, times_replays=not debug_graphs)
 
     def on_step(self, step: StepStats) -> None:
+        self.drift.on_step(step)
         self.prompt_tokens.inc(step.prompt_tokens)
         self.output_tokens.inc(step.output_tokens)
         self.waiting.set(step.num_waiting)
@@ -91,6 +95,9 @@ class Metrics:
         self.waiting.set(0)
         self.running.set(0)
         self.pages.set(pages_used)
+
+    def on_ledger(self, rows: Sequence[LedgerActual], overrun: Sequence[str]) -> None:
+        self.drift.on_ledger(rows, overrun)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

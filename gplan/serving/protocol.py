@@ -81,7 +81,8 @@ class Output(Message, frozen=True, array_like=True, tag=True):
 
 
 class StepStats(Message, frozen=True, array_like=True, tag=True):
-    """One step, for the metrics. `key` is empty where it ran eagerly, and `reason` where it was replayed."""
+    """One step, for the metrics. `key` is empty where it ran eagerly, and `reason` where it was replayed; the last two
+    are of replays that were timed."""
 
     phase: str
     size: int
@@ -95,6 +96,8 @@ class StepStats(Message, frozen=True, array_like=True, tag=True):
     preemptions: int
     prompt_tokens: int
     output_tokens: int
+    replay_us: float | None = None
+    cached_tokens: int = 0
 
 
 class Outputs(Message, frozen=True, array_like=True, tag=True):
@@ -152,6 +155,17 @@ class Failed(Message, frozen=True, array_like=True, tag=True):
     message: str
 
 
+class LedgerNow(Message, frozen=True, array_like=True, tag=True):
+    """Rows of the ledger that can grow while serving.
+
+    Attributes:
+        overrun: names of those beyond tolerance.
+    """
+
+    rows: list[LedgerActual]
+    overrun: list[str]
+
+
 class Fatal(Message, frozen=True, array_like=True, tag=True):
     """The engine ends; its exit code will be `code`."""
 
@@ -160,7 +174,7 @@ class Fatal(Message, frozen=True, array_like=True, tag=True):
     code: int
 
 
-FromEngine = Outputs | Progress | Ready | Idle | Failed | Fatal
+FromEngine = Outputs | Progress | Ready | Idle | Failed | LedgerNow | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -51,6 +51,7 @@ class ServeOptions:
     api_key: str | None = None
     model_name: str | None = None
     debug: Debug = NO_DEBUG
+    plan_path: str = "PLAN"
     request_timeout_s: float = 600.0
 
 
@@ -73,7 +74,7 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
     _allow_many_connections()
     # Before anything slow, so that a port that is taken is known at once; connections are refused until ready.
     listener = _bind(options.host, options.port)
-    metrics = Metrics(plan, debug_graphs=options.debug.graphs)
+    metrics = Metrics(plan, path=options.plan_path, debug_graphs=options.debug.graphs)
     client = EngineClient(metrics)
     stopping = asyncio.Event()
     _on_signals(stopping)
@@ -84,6 +85,7 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
         if started is None:
             return 0
         ready, (tokenizer, eos) = started
+        metrics.on_ledger(ready.ledger, ())
         service = Service(
             plan=plan,
             plan_id=plan_id(plan),

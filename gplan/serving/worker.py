@@ -114,6 +114,7 @@ def _serve(channel: SocketChannel, parent: int) -> None:
     from gplan.serving.engine import Engine
     from gplan.serving.grammar.constraints import Constraints
     from gplan.serving.grammar.vocabulary import GrammarsAtStart
+    from gplan.serving.ledger_watch import LedgerWatch
     from gplan.serving.startup import start_executor
 
     plan = decode(start.plan)
@@ -139,7 +140,8 @@ def _serve(channel: SocketChannel, parent: int) -> None:
             no_grammars=no_grammars,
         )
     )
-    Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan, Constraints(vocabulary)).run()
+    constraints, watch = Constraints(vocabulary), LedgerWatch(ready.executor.device, ready.ledger)
+    Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan, constraints, watch.look).run()
     ready.executor.close()
 
 

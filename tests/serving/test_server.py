@@ -77,6 +77,14 @@ def test_metrics_say_what_ran(server: Live) -> None:
     assert server.metric("gplan_kv_pages") == MAX_BATCH * MAX_LEN / 16
 
 
+def test_drift_is_watched_while_serving(server: Live) -> None:
+    """Real replays are timed now and then, and memory was compared with the plan at the start."""
+    for _ in range(2):
+        server.post("/v1/completions", {**LONG, "prompt": [5, 6]})
+    assert server.metric("gplan_replay_time_ratio", key="decode:1") > 0.1
+    assert 'gplan_ledger_overrun_bytes{row="kv_pool"}' in server.get("/metrics").text
+
+
 def pages_used(server: Live) -> float:
     return server.metric("gplan_kv_pages_used")
 

@@ -47,6 +47,17 @@ class Segment(ABC):
         """Tensors outside the graph pool that the segment is known to refer to (the tape knows them; CUDA does not)."""
 
 
+class Stopwatch(ABC):
+    """Device time of what is launched between its making and `stop`."""
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    @abstractmethod
+    def read_us(self) -> float | None:
+        """Microseconds, once the work is done; None before. Never waits for the device."""
+
+
 class GraphDevice(ABC):
     """Records segments into one graph pool and replays them. Segments of a pool never run concurrently.
 
@@ -87,6 +98,10 @@ class GraphDevice(ABC):
     @abstractmethod
     def time_us(self, fn: Callable[[], object], repeats: int) -> list[float]:
         """Runs `fn` `repeats` times and returns each run's device time in microseconds."""
+
+    @abstractmethod
+    def stopwatch(self) -> Stopwatch:
+        """Starts timing what is launched from now on; adds no wait to it."""
 
     @abstractmethod
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gplan.errors import CaptureError
-from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment
+from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment, Stopwatch
 from gplan.graphs.capture.quiet import quiet_collector
 
 
@@ -121,6 +121,9 @@ class CudaGraphDevice(GraphDevice):
         self.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in pairwise(events)]
 
+    def stopwatch(self) -> Stopwatch:
+        return _EventStopwatch()
+
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
@@ -151,6 +154,20 @@ class CudaGraphDevice(GraphDevice):
         for segment in self._segments:
             segment.reset()
         self._segments.clear()
+
+
+class _EventStopwatch(Stopwatch):
+    """Two events on the current stream."""
+
+    def __init__(self) -> None:
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._start.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def read_us(self) -> float | None:
+        return self._start.elapsed_time(self._end) * 1e3 if self._end.query() else None
 
 
 class CudaSegment(Segment):

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from gplan.errors import CaptureError
 from gplan.graphs.capture.arena import POISON, Arena, Block
-from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment
+from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment, Stopwatch
 from gplan.graphs.capture.binding import Binder, Call
 from gplan.graphs.capture.dispatch import DispatchMode, decompose, map_tensors, storage_of, tensors_in
 from gplan.graphs.capture.forbidden import HostAccess, check_recordable
@@ -135,6 +135,9 @@ class TapeDevice(GraphDevice):
             times.append((time.perf_counter_ns() - start) / 1e3)
         return times
 
+    def stopwatch(self) -> Stopwatch:
+        return _HostStopwatch()
+
     def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
         copy = tensor.clone()
         return lambda: copy
@@ -157,6 +160,19 @@ class TapeDevice(GraphDevice):
     def close(self) -> None:
         self._closed = True
         self._arena.close()
+
+
+class _HostStopwatch(Stopwatch):
+    """Launching is running here."""
+
+    def __init__(self) -> None:
+        self._started = self._stopped = time.perf_counter_ns()
+
+    def stop(self) -> None:
+        self._stopped = time.perf_counter_ns()
+
+    def read_us(self) -> float | None:
+        return (self._stopped - self._started) / 1e3
 
 
 class TapeSegment(Segment):
