@@ -75,6 +75,7 @@ def _limits(plan: Plan) -> Iterator[str]:
     yield (
         f"{count(limits.max_batch, 'request')} at once, {count(limits.max_len, 'token')} each, "
         f"{count(limits.chunk, 'token')} a step, {format_size(limits.memory_bytes)} of memory"
+        + ("" if limits.prefix_cache else ", no prefix cache")
     )
 
 

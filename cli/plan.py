@@ -45,6 +45,11 @@ NOISY = 0.2
 @click.option("--max-len", type=AT_LEAST_ONE, help="Tokens of one request at most, prompt and answer together.")
 @click.option("--chunk", type=AT_LEAST_ONE, help="Tokens of one step at most; longer prompts take several steps.")
 @click.option("--page-size", type=AT_LEAST_ONE, help="Tokens of one page of the KV pool.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache",
+    default=None,
+    help="Keep what was computed for requests that begin with the same tokens. On, unless given.",
+)
 @click.option("--memory", metavar="SIZE", callback=check_size, help="To spend: 24GiB, 512MiB, or 90% of the device's.")
 @click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. A GPU where there is one, else the CPU.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the checkpoint, unless given.")

@@ -88,6 +88,10 @@ def _page(view: SimulationView, plan: Plan) -> list[str]:
         *section(
             "KV pages", [f"{short(report.kv_pages_mean)} mean, {report.kv_pages_peak} peak, of {report.kv_pages}"]
         ),
+        *section(
+            "prefixes",
+            [f"{count(report.prefix_hits, 'request')} began with {count(report.prefix_hit_tokens, 'cached token')}"],
+        ),
         *section("preemptions", [str(report.preemptions)]),
         "",
         *section("decode", _phase(report.decode, plan.decode, "requests")),

@@ -32,6 +32,7 @@ class PlanOptions:
         workload: a trace file or traffic stated in words, to solve the ladders for; None for the default ladders.
         max_len: tokens of one request at most, prompt and output together.
         chunk: tokens of one step at most.
+        prefix_cache: keep full pages of keys and values for requests that begin with the same tokens.
         memory: a size as `gplan.units` reads it; a percentage is of the device's memory.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16` or `float16`.
@@ -45,6 +46,7 @@ class PlanOptions:
     max_len: int | None = None
     chunk: int | None = None
     page_size: int | None = None
+    prefix_cache: bool | None = None
     memory: str | None = None
     device: str | None = None
     dtype: str | None = None

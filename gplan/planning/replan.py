@@ -96,6 +96,7 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
         "--max-len": (options.max_len, limits.max_len),
         "--chunk": (options.chunk, limits.chunk),
         "--page-size": (options.page_size, limits.page_size),
+        "--prefix-cache": (options.prefix_cache, limits.prefix_cache),
         "--memory": (memory and parse_size(memory, old.fingerprint.device_memory), limits.memory_bytes),
         "--device": (options.device and options.device.partition(":")[0], old.fingerprint.device),
         "--dtype": (options.dtype, old.dtype),

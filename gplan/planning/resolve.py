@@ -166,8 +166,23 @@ def _limits(options: PlanOptions, spec: ModelSpec, device: torch.device, choices
             f"Use --chunk {most} or less.",
         )
     page_size = _positive("page_size", options.page_size, PAGE_SIZE, "the default", choices, least=1)
-    memory = _memory(options, device, choices)
-    return Limits(max_batch=max_batch, max_len=max_len, chunk=chunk, page_size=page_size, memory_bytes=memory)
+    return Limits(
+        max_batch=max_batch,
+        max_len=max_len,
+        chunk=chunk,
+        page_size=page_size,
+        memory_bytes=_memory(options, device, choices),
+        prefix_cache=_prefix_cache(options, choices),
+    )
+
+
+def _prefix_cache(options: PlanOptions, choices: Choices) -> bool:
+    if options.prefix_cache is None:
+        choices.default("limits.prefix_cache", True, "answers are the same, and prompts that begin alike cost less")
+        return True
+    flag = "--prefix-cache" if options.prefix_cache else "--no-prefix-cache"
+    choices.lock("limits.prefix_cache", options.prefix_cache, flag)
+    return options.prefix_cache
 
 
 def _positive(field: str, given: int | None, default: int, reason: str, choices: Choices, *, least: int) -> int:

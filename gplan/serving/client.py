@@ -66,7 +66,7 @@ class Observer(Protocol):
 
     def on_step(self, step: StepStats) -> None: ...
 
-    def on_idle(self, pages_used: int) -> None: ...
+    def on_idle(self, pages_used: int, pages_cached: int) -> None: ...
 
     def on_ledger(self, rows: Sequence[LedgerActual], overrun: Sequence[str]) -> None: ...
 
@@ -238,7 +238,7 @@ class EngineClient:
                     self._spread(message.outputs)
                     self._observer.on_step(message.stats)
                 case Idle():
-                    self._observer.on_idle(message.pages_used)
+                    self._observer.on_idle(message.pages_used, message.pages_cached)
                 case LedgerNow():
                     self._observer.on_ledger(message.rows, message.overrun)
                 case Progress():

@@ -70,7 +70,6 @@ class Engine:
         self._executor, self._channel, self._is_orphan, self._look = executor, channel, is_orphan, look
         self._constraints = constraints or Constraints(None)
         self._scheduler = Scheduler(limits, num_pages)
-        self._num_pages = num_pages - 1
         self._requests: dict[str, Request] = {}
         self._flying: deque[Step] = deque()
         self._read: dict[Step, StepResult] = {}
@@ -152,7 +151,7 @@ class Engine:
             self._collect(self._flying.popleft())
         if self._is_idle and not self._reported_idle:
             self._reported_idle = True
-            self._channel.send(Idle(self._num_pages - self._scheduler.num_free_pages))
+            self._channel.send(Idle(self._scheduler.num_held_pages, self._scheduler.prefix_counts.cached_pages))
 
     def _mask(self, batch: Batch) -> TokenMask | None:
         """What may follow in a batch whose forward pass is on its way: waits for the tokens of the steps before it."""
@@ -196,6 +195,7 @@ class Engine:
 
     def _stats(self, step: Step, result: StepResult, output_tokens: int) -> StepStats:
         outcome, scheduler = result.outcome, self._scheduler
+        prefixes = scheduler.prefix_counts
         return StepStats(
             phase=outcome.phase.value,
             size=outcome.size,
@@ -205,12 +205,17 @@ class Engine:
             elapsed_s=outcome.elapsed_s,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            pages_used=self._num_pages - scheduler.num_free_pages,
+            pages_used=scheduler.num_held_pages,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=sum(c.length for c in step.batch.chunks if c.start < c.request.prompt_len),
             output_tokens=output_tokens,
             replay_us=outcome.replay_us,
             cached_tokens=outcome.cached_tokens,
+            prefix_lookups=prefixes.lookups,
+            prefix_hits=prefixes.hits,
+            prefix_hit_tokens=prefixes.hit_tokens,
+            pages_evicted=prefixes.evicted_pages,
+            pages_cached=prefixes.cached_pages,
         )
 
 

@@ -38,7 +38,20 @@ class Metrics:
         self.pages = Gauge("gplan_kv_pages_used", "Pages that requests hold.", registry=registry)
         self.page_limit = Gauge("gplan_kv_pages", "Pages of the KV pool, without the dummy page.", registry=registry)
         self.preemptions = Counter("gplan_preemptions", "Requests that gave their pages back.", registry=registry)
-        self._known_preemptions = 0
+        self.prefix_lookups = Counter(
+            "gplan_prefix_lookups", "Requests whose beginning was looked up in the prefix cache.", registry=registry
+        )
+        self.prefix_hits = Counter("gplan_prefix_hits", "Of these, those that found cached pages.", registry=registry)
+        self.prefix_hit_tokens = Counter(
+            "gplan_prefix_hit_tokens", "Tokens that were cached and not computed.", registry=registry
+        )
+        self.pages_evicted = Counter(
+            "gplan_kv_pages_evicted", "Cached pages that were forgotten to make room.", registry=registry
+        )
+        self.pages_cached = Gauge(
+            "gplan_kv_pages_cached", "Pages that no request holds and another could begin with.", registry=registry
+        )
+        self._known: dict[Counter, int] = {}
         self.ttft = Histogram("gplan_ttft_seconds", "From request to first token.", buckets=_LATENCY, registry=registry)
         self.inter_token = Histogram(
             "gplan_inter_token_seconds", "Between tokens of an answer.", buckets=_TOKEN, registry=registry
@@ -71,8 +84,12 @@ class Metrics:
         self.waiting.set(step.num_waiting)
         self.running.set(step.num_running)
         self.pages.set(step.pages_used)
-        self.preemptions.inc(step.preemptions - self._known_preemptions)
-        self._known_preemptions = step.preemptions
+        self.pages_cached.set(step.pages_cached)
+        self._raise_to(self.preemptions, step.preemptions)
+        self._raise_to(self.prefix_lookups, step.prefix_lookups)
+        self._raise_to(self.prefix_hits, step.prefix_hits)
+        self._raise_to(self.prefix_hit_tokens, step.prefix_hit_tokens)
+        self._raise_to(self.pages_evicted, step.pages_evicted)
         self.step_seconds.labels(step.phase).observe(step.elapsed_s)
         if not step.key:
             self.steps.labels(step.phase, "eager", "", "", step.reason).inc()
@@ -91,16 +108,24 @@ class Metrics:
     def on_last_token(self, seconds: float) -> None:
         self.latency.observe(seconds)
 
-    def on_idle(self, pages_used: int) -> None:
+    def on_idle(self, pages_used: int, pages_cached: int) -> None:
         self.waiting.set(0)
         self.running.set(0)
         self.pages.set(pages_used)
+        self.pages_cached.set(pages_cached)
 
     def on_ledger(self, rows: Sequence[LedgerActual], overrun: Sequence[str]) -> None:
         self.drift.on_ledger(rows, overrun)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+    def _raise_to(self, counter: Counter, total: int) -> None:
+        """Brings a counter to what the engine counted since it started."""
+        known = self._known.get(counter, 0)
+        if total != known:
+            counter.inc(total - known)
+            self._known[counter] = total
 
     def _padding_s(self, phase: str, size: int, bucket: int) -> float:
         times = self._graph_us[phase]

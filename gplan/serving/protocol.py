@@ -82,7 +82,11 @@ class Output(Message, frozen=True, array_like=True, tag=True):
 
 class StepStats(Message, frozen=True, array_like=True, tag=True):
     """One step, for the metrics. `key` is empty where it ran eagerly, and `reason` where it was replayed; the last two
-    are of replays that were timed."""
+    are of replays that were timed.
+
+    `preemptions`, `prefix_...` and `pages_evicted` count since the start; `pages_used` are those that requests hold,
+    `pages_cached` those that none holds and another could begin with.
+    """
 
     phase: str
     size: int
@@ -96,6 +100,11 @@ class StepStats(Message, frozen=True, array_like=True, tag=True):
     preemptions: int
     prompt_tokens: int
     output_tokens: int
+    prefix_lookups: int
+    prefix_hits: int
+    prefix_hit_tokens: int
+    pages_evicted: int
+    pages_cached: int
     replay_us: float | None = None
     cached_tokens: int = 0
 
@@ -146,6 +155,7 @@ class Idle(Message, frozen=True, array_like=True, tag=True):
     """No step is under way and nothing waits."""
 
     pages_used: int
+    pages_cached: int
 
 
 class Failed(Message, frozen=True, array_like=True, tag=True):

@@ -134,7 +134,7 @@ def test_an_abort_of_the_only_request_reports_that_no_page_is_held(lag: int) -> 
     script = Script({0: [add("gone", [1, 2, 3], 25, stops=False)], 5: [Abort(["gone"])], 9: [Drain()]})
     executor = run(script, lag)
     idle = [(turn, message) for turn, message in script.sent if isinstance(message, Idle)]
-    assert idle == [(5, Idle(0))]
+    assert idle == [(5, Idle(pages_used=0, pages_cached=1))]
     assert len(executor.launched) == 5
 
 
