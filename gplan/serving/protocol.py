@@ -100,11 +100,11 @@ class StepStats(Message, frozen=True, array_like=True, tag=True):
     preemptions: int
     prompt_tokens: int
     output_tokens: int
-    prefix_lookups: int
-    prefix_hits: int
-    prefix_hit_tokens: int
-    pages_evicted: int
-    pages_cached: int
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
+    prefix_hit_tokens: int = 0
+    pages_evicted: int = 0
+    pages_cached: int = 0
     replay_us: float | None = None
     cached_tokens: int = 0
 
