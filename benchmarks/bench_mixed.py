@@ -10,6 +10,7 @@ ready; the most of the KV pool that was in use; preemptions. Any address that mo
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import time
@@ -137,6 +138,8 @@ def main() -> None:
     arguments = parser.parse_args()
     plan, rng = read_plan(arguments.plan), random.Random(arguments.seed)
     ready = start_executor(plan, arguments.checkpoint, lambda stage, done, total: None)
+    gc.collect()
+    gc.freeze()  # as the engine process does
     ready.executor.check_addresses = True
     load = Load(mixed_requests(plan, arguments.requests, arguments.longest, rng), arguments.concurrency, rng)
     compiled = count_compilations(plan.fingerprint.device)

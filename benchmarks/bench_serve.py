@@ -10,6 +10,7 @@ runs; requests arrive by its own messages.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -136,6 +137,8 @@ def main() -> None:
     plan = read_plan(arguments.plan)
     started = time.perf_counter()
     ready = start_executor(plan, arguments.checkpoint, lambda stage, done, total: None)
+    gc.collect()
+    gc.freeze()  # as the engine process does
     ready.executor.check_addresses = arguments.guard
     rows = {entry.name: (entry.planned_bytes, entry.actual_bytes) for entry in ready.ledger}
     emit({"case": "start", "seconds": time.perf_counter() - started, "ledger": rows})

@@ -17,6 +17,8 @@ def cheaper_eagerly(
 ) -> tuple[tuple[int, int], ...]:
     """Ranges [first, last] of sizes whose eager time, read off the measured sizes beside them, is below the replay of
     the bucket that covers them by more than both measurements spread (`MAX_NOISE` at most), and by `LEAST_GAIN`.
+    Only where the device and not the host sets the eager time: at twice the least eager time, of which most is
+    launching, and more.
 
     Sizes that are a bucket are never among them: the backend as a whole was chosen for those.
 
@@ -24,6 +26,7 @@ def cheaper_eagerly(
         eager_us: at every measured size, those of the ladder among them.
         rows_us: of each size, what its real rows took of its time; padding rows take none of it.
     """
+    launching_us = min(eager_us.values(), default=0.0)
     found: list[tuple[int, int]] = []
     below = 0
     for bucket in ladder:
@@ -31,7 +34,7 @@ def cheaper_eagerly(
         noise = min(MAX_NOISE * bucket.graph.median_us, bucket.graph.spread_us + bucket.eager.spread_us)
         bound = bucket.graph.median_us - max(noise, LEAST_GAIN * bucket.graph.median_us) - rows_us[bucket.size]
         between = range(below + 1, bucket.size)
-        cheaper = [size for size in between if interpolate(eager_us, size) < bound + rows_us[size]]
+        cheaper = [size for size in between if 2 * launching_us <= interpolate(eager_us, size) < bound + rows_us[size]]
         found += _ranges(cheaper)
         below = bucket.size
     return tuple(found)

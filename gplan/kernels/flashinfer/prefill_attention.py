@@ -58,7 +58,8 @@ class PrefillAttention(Attention):
     """Ragged causal attention over cached prefixes.
 
     In a graph the grid is that of the key's tokens and slots. Outside it is each step's, and the requests that lead the
-    batch with one token each are given to decode attention: a tile of queries would be wasted on each of them.
+    batch with one token each are given to decode attention: a tile of queries would be wasted on each of them. There a
+    step is laid out only when its first layer comes to attend, while the device is busy with what is before that.
 
     Args:
         decode: attends for the leading single tokens of eager steps; None in a graph.
@@ -86,25 +87,22 @@ class PrefillAttention(Attention):
         self._kernel, self._decode = kernel, decode
         self._num_tokens, self._num_requests = num_tokens, num_requests
         self._num_decodes = 0
+        self._pending: AttentionBatch | None = None
         self._plan: list[int] | None = None
         self._selected = lists.select(num_requests)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        if self._decode is not None:
-            self._num_decodes = _leading_single_tokens(batch)
-            if self._num_decodes:
-                self._decode.prepare(_requests(batch, 0, self._num_decodes))
-                batch = _requests(batch, self._num_decodes, batch.num_requests)
-            self._selected = self._lists.select(batch.num_requests)
+        if self._in_graph:
+            self._lay_out(batch)
         else:
-            assert batch.num_requests == self._num_requests, "a graph holds an exact number of slots"
-        num_tokens = int(batch.qo_indptr[-1])
-        assert num_tokens <= self._num_tokens, "more tokens than there are rows"
-        self._plan = None if num_tokens == 0 and not self._in_graph else self._planned(batch, num_tokens)
+            self._pending = batch
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         if not self._in_graph and torch.cuda.is_current_stream_capturing():
             raise CaptureError("attention made for eager steps inside a capture", "Ask for it with in_graph=True.")
+        if self._pending is not None:
+            self._lay_out(self._pending)
+            self._pending = None
         first = self._num_decodes
         if self._decode is not None and first:
             self._decode.run(q[:first], k_cache, v_cache, out[:first])
@@ -118,6 +116,19 @@ class PrefillAttention(Attention):
         if self._decode is not None:
             for name, tensor in self._decode.tensors():
                 yield f"decode {name}", tensor
+
+    def _lay_out(self, batch: AttentionBatch) -> None:
+        if self._decode is not None:
+            self._num_decodes = _leading_single_tokens(batch)
+            if self._num_decodes:
+                self._decode.prepare(_requests(batch, 0, self._num_decodes))
+                batch = _requests(batch, self._num_decodes, batch.num_requests)
+            self._selected = self._lists.select(batch.num_requests)
+        else:
+            assert batch.num_requests == self._num_requests, "a graph holds an exact number of slots"
+        num_tokens = int(batch.qo_indptr[-1])
+        assert num_tokens <= self._num_tokens, "more tokens than there are rows"
+        self._plan = None if num_tokens == 0 and not self._in_graph else self._planned(batch, num_tokens)
 
     def _planned(self, batch: AttentionBatch, num_tokens: int) -> list[int]:
         lengths = (np.diff(batch.kv_indptr) - 1) * self._shape.page_size + batch.kv_last_page_len
