@@ -12,13 +12,16 @@ from cli.text import columns
 from cli.views import echo_json
 from formats.container import read_plan
 from formats.plan import Receipt, plan_id
+from gplan.errors import CaptureError, VerificationError
 
 
 class VerifyView(msgspec.Struct, frozen=True, kw_only=True):
-    """One receipt per key; `cases` are batches of several sizes, lengths and cached prefixes."""
+    """Of each key a receipt, or what is wrong with it; `cases` are batches of several sizes, lengths and cached
+    prefixes."""
 
     plan_id: str
     receipts: tuple[Receipt, ...]
+    failures: tuple[tuple[str, str], ...]
 
 
 @click.command()
@@ -28,9 +31,9 @@ class VerifyView(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 def verify(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_json: bool) -> None:
     """Captures every graph of the plan and compares each with eager execution at the same padded shape, to the bit and
-    with poisoned padding.
+    with poisoned padding; checks inputs against the batch, and addresses.
 
-    Exit code 5 if one differs, with its key and the first row that does.
+    Exit code 5 if a key fails, with the key, the slot where one is wrong, and the first row that differs.
 
     \b
     Examples:
@@ -41,13 +44,22 @@ def verify(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_
     from gplan.serving.startup import start_executor, verify_all
 
     with show_progress() as progress:
-        ready = start_executor(read, checkpoint_of(read, checkpoint), progress, accept_drift)
-        receipts = verify_all(ready.executor, read.model.vocab_size, progress)
+        try:
+            ready = start_executor(read, checkpoint_of(read, checkpoint), progress, accept_drift)
+        except CaptureError as error:
+            raise VerificationError(error.message, error.hint) from error
+        verification = verify_all(ready.executor, read.model.vocab_size, progress)
     ready.executor.close()
-    view = VerifyView(plan_id=plan_id(read), receipts=receipts)
+    failures = tuple((str(key), sentence) for key, sentence in verification.failures)
+    view = VerifyView(plan_id=plan_id(read), receipts=verification.receipts, failures=failures)
     if as_json:
         echo_json(view)
     else:
-        rows = [(receipt.key, str(receipt.cases), "to the bit") for receipt in receipts]
-        click.echo("\n".join(columns(("key", "cases", "equals eager"), rows, left=1)))
-    say(f"{len(receipts)} keys equal eager execution")
+        click.echo("\n".join(columns(("key", "cases", "equals eager"), _rows(view), left=1)))
+    verification.require()
+    say(f"{len(view.receipts)} keys equal eager execution")
+
+
+def _rows(view: VerifyView) -> list[tuple[str, str, str]]:
+    passed = [(receipt.key, str(receipt.cases), "to the bit") for receipt in view.receipts]
+    return passed + [(key, "", "no") for key, _ in view.failures]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from gplan.core import Batch, Phase, ShapeKey
 from gplan.errors import GplanError, VerificationError
 from gplan.graphs.admission import Verdict
 from gplan.graphs.executor import Executor
+from gplan.graphs.inputs_check import check_inputs
 from gplan.graphs.synthetic import DRAWN, GREEDY, BatchMaker
 from gplan.graphs.variants import SAMPLED, base_of, draw_of
 
@@ -25,14 +27,15 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
     """Replays `key` for each batch and compares with its forward run eagerly.
 
     Before each of the two runs every buffer is filled with NaN and absurd ids, so that a row that padding should have
-    made harmless, and is not, shows.
+    made harmless, and is not, shows; and attention is given the metadata of another batch, so that a step that does not
+    bring its own shows too. After each run the inputs are compared with the batch.
 
     Args:
         batches: of at most the key's size. For a key that draws, as `compositions` gives them: steps that follow each
             other come one after the other.
 
     Raises:
-        VerificationError: a difference; names key, batch and first differing row.
+        VerificationError: a difference, or inputs that are not the batch's; names key, slot and first differing row.
         GplanError: the model itself gives what is not a number.
     """
     if draw_of(key):
@@ -42,10 +45,8 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
     runner = executor.runner(key.phase)
     for batch in batches:
         executor.sampler.ensure_last_tokens(batch.chunks)
-        _poison(executor)
-        expected = _finite(key, runner.execute_padded(batch, key).clone())
-        _poison(executor)
-        found = runner.execute(batch, Verdict(key))
+        expected = _finite(key, _checked(executor, key, batch, lambda b: runner.execute_padded(b, key)).clone())
+        found = _checked(executor, key, batch, lambda b: runner.execute(b, Verdict(key)))
         if not torch.equal(found, expected):
             raise _difference(key, batch, found, expected)
     return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
@@ -59,8 +60,7 @@ def _check_run(executor: Executor, key: ShapeKey, run: Sequence[Batch]) -> None:
     sampler.forget(run[0].chunks)
     for batch in run:
         sampler.ensure_last_tokens(batch.chunks)
-        _poison(executor)
-        logits = _finite(key, decode.execute_padded(batch, base).clone())
+        logits = _finite(key, _checked(executor, base, batch, lambda b: decode.execute_padded(b, base)).clone())
         expected.append((logits, sampler.sample(logits, batch.chunks).tokens.clone()))
     sampler.forget(run[0].chunks)
     _poison(executor)
@@ -81,6 +81,24 @@ def _runs(batches: Sequence[Batch]) -> list[list[Batch]]:
         goes_on = runs and [c.request for c in runs[-1][-1].chunks] == [c.request for c in batch.chunks]
         runs[-1].append(batch) if goes_on else runs.append([batch])
     return runs
+
+
+def _checked(executor: Executor, key: ShapeKey, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+    """The result of a run from spoilt buffers, once its inputs were found to be those of the batch."""
+    attention = executor.runner(key.phase).load_padding(key)
+    _poison(executor)
+    try:
+        result = run(batch)
+    except (IndexError, RuntimeError, AssertionError) as error:
+        # The inputs may say why; a GPU that failed tells nothing any more.
+        with suppress(RuntimeError):
+            check_inputs(executor.parts, attention, key, batch)
+        raise VerificationError(
+            f"key {key}: a batch of {batch.size} cannot be run: {type(error).__name__}: {error}",
+            "The graph of this key is not safe to replay here: plan again, and report it if it stays.",
+        ) from error
+    check_inputs(executor.parts, attention, key, batch)
+    return result
 
 
 def _poison(executor: Executor) -> None:

@@ -99,15 +99,21 @@ class PhaseRunner(ABC):
         self._load_key(batch, key)
         return self._logits(batch, self._forward_of(key)(), slots=self._slots_of(key))
 
+    def load_padding(self, key: ShapeKey) -> Attention:
+        """Gives a key the inputs of padding alone, and returns its attention."""
+        attention = self._attention_of(key)
+        self._load_dummy(key.size, attention, slots=self._slots_of(key))
+        return attention
+
     def warm_up(self, key: ShapeKey) -> None:
         """Runs a key's forward on padding alone, so that what compiles or loads does so before capture."""
-        self._load_dummy(key.size, self._attention_of(key), slots=self._slots_of(key))
+        self.load_padding(key)
         self._forward_of(key)()
 
     def capture(self, key: ShapeKey) -> None:
         """Captures one key of the setup, on padding alone."""
         assert key in self.setup.keys, key
-        self._load_dummy(key.size, self._attention_of(key), slots=self._slots_of(key))
+        self.load_padding(key)
         self.backend_of(key).capture(key, self._forward_of(key), len(self.parts.kv_pool.layers))
 
     def tensors(self, key: ShapeKey) -> Iterator[tuple[str, Tensor]]:

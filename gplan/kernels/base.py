@@ -101,6 +101,11 @@ class Attention(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Named device tensors a graph that ran this attention refers to, for the guard."""
 
+    def planned(self) -> AttentionBatch | None:
+        """What `run` would read now, back from the device, for verification: waits for the device. None where a kernel
+        set cannot tell."""
+        return None
+
     advance_tokens: int = 0
     """`advance` gives what `prepare` would, to the bit, until a request's length passes a multiple of this; it divides
     the page size. 0: the host decides the metadata at each step."""

@@ -77,6 +77,15 @@ class ReferenceAttention(Attention):
         yield "kv_indices", buffers.kv_indices
         yield "kv_last_page_len", buffers.kv_last_page_len
 
+    def planned(self) -> AttentionBatch | None:
+        kv_indptr, kv_indices, last_page_len = (part.cpu().numpy() for part in self._kv_lists)
+        return AttentionBatch(
+            qo_indptr=self._qo_indptr.cpu().numpy(),
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices[: kv_indptr[-1]],
+            kv_last_page_len=last_page_len,
+        )
+
     def advance(self, rows: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         if not self._decode:
             super().advance(rows, positions, kv_slots)

@@ -3,10 +3,12 @@
 Lives in the HTTP process and is told of every step. It changes nothing: it keeps gauges, and logs one line when a limit
 is passed, with the command that makes a plan anew; of one kind, not again for an hour.
 
-Of times, the median of the last `WINDOW` timed replays of a bucket is compared with the plan's. Steps that read more of
-the KV pool than the plan's did take longer for that reason and are left out. Of traffic, the distance is the total
-variation between the shares of steps by size, served and planned for: half the sum of their differences, 0 for the same
-shares and 1 for none in common. Sizes are taken together by half of the way from one bucket to the next.
+Of times, the median of the last `WINDOW` timed replays of a bucket is compared with the plan's. A step that reads more
+of the KV pool than the plan's did is granted what the plan measured for that, and left out where it measured nothing.
+
+Of traffic, the distance is the total variation between the shares of steps by size, served and planned for: half the
+sum of their differences, 0 for the same shares and 1 for none in common. Sizes are taken together by half of the way
+from one bucket to the next.
 """
 
 from __future__ import annotations
@@ -43,9 +45,6 @@ MAX_DISTANCE = 0.25
 EVALUATE_EVERY = 256
 QUIET_S = 3600.0
 
-PLANNED_CONTEXT = 1024
-"""Cached tokens of each request, at most, when decode was timed."""
-
 
 class DriftWatch:
     """Of one served plan.
@@ -68,7 +67,7 @@ class DriftWatch:
         phases = (plan.decode, plan.prefill)
         self._path, self._checkpoint, self._now = path, plan.model.source, now
         self._timings = dict(_timings(phases)) if times_replays else {}
-        self._context = min(PLANNED_CONTEXT, plan.limits.max_len - 1)
+        self._costs = plan.decode.costs
         self._replays: Mapping[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._traffic: Mapping[str, _Shares] = {
             str(phase.phase): _Shares(phase, steps)
@@ -115,12 +114,11 @@ class DriftWatch:
             )
 
     def _on_replay(self, step: StepStats, replay_us: float) -> None:
-        bucket = step.size + step.padding_rows
-        most = bucket * self._context if step.phase == "decode" else 0
-        if step.cached_tokens > most:
+        granted_us = self._granted_us(step)
+        if granted_us is None:
             return
         window, planned = self._replays[step.key], self._timings[step.key]
-        window.append(replay_us)
+        window.append(replay_us - granted_us)
         if len(window) < WINDOW:
             return
         median = statistics.median(window)
@@ -134,6 +132,15 @@ class DriftWatch:
             f"with a spread of {planned.spread_us:.3g} µs",
             self._measure_again,
         )
+
+    def _granted_us(self, step: StepStats) -> float | None:
+        """What a step may take beyond its bucket's time, for the tokens that it reads; None where that is not known."""
+        if step.phase != "decode":
+            return None if step.cached_tokens else 0.0
+        beyond = step.cached_tokens - (step.size + step.padding_rows) * self._costs.context
+        if beyond <= 0:
+            return 0.0
+        return beyond * self._costs.cached_us if self._costs.cached_us else None
 
     def _on_traffic(self, phase: str, distance: float) -> None:
         self._distance.labels(phase).set(distance)

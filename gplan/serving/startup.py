@@ -10,7 +10,8 @@ import torch
 
 from formats.drift import Drift
 from formats.plan import Plan, Receipt
-from gplan.core import Phase
+from gplan.core import Phase, ShapeKey
+from gplan.errors import GuardError, VerificationError
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import ExecutorConfig, Progress, build
 from gplan.graphs.capture import make_graph_device
@@ -82,21 +83,41 @@ def start_executor(
     )
 
 
-def verify_all(executor: Executor, vocab_size: int, progress: Progress) -> tuple[Receipt, ...]:
-    """Replays every key against eager, on batches of several sizes, lengths and prefixes.
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What every key gave: a receipt, or the sentence that says what is wrong, with the key it is about."""
 
-    Raises:
-        VerificationError: names the first key that differs, and the row.
-    """
+    receipts: tuple[Receipt, ...]
+    failures: tuple[tuple[ShapeKey, str], ...]
+
+    def require(self) -> None:
+        """
+        Raises:
+            VerificationError: names each key that failed, and what is wrong with it.
+        """
+        if self.failures:
+            lines = [sentence for _, sentence in self.failures]
+            raise VerificationError(
+                "\n  ".join(lines if len(lines) == 1 else [f"{len(lines)} keys are not safe to replay:", *lines]),
+                "Plan again; report it if it stays. gplan serve --debug-graphs serves without replays meanwhile.",
+            )
+
+
+def verify_all(executor: Executor, vocab_size: int, progress: Progress) -> Verification:
+    """Replays every key against eager, on batches of several sizes, lengths and prefixes, with its addresses and inputs
+    checked."""
     parts = executor.parts
     batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
-    receipts = []
+    receipts, failures = [], []
     for index, key in enumerate(executor.keys):
         progress("verify", index, len(executor.keys))
-        executor.guard.check(key)
-        receipts.append(check_key(executor, key, compositions(executor, key, batches)))
+        try:
+            executor.guard.check(key)
+            receipts.append(check_key(executor, key, compositions(executor, key, batches)))
+        except (GuardError, VerificationError) as error:
+            failures.append((key, error.message))
     progress("verify", len(executor.keys), len(executor.keys))
-    return tuple(receipts)
+    return Verification(tuple(receipts), tuple(failures))
 
 
 def recheck_receipts(executor: Executor, vocab_size: int) -> None:

@@ -11,10 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gplan.core import Batch, Phase
+from gplan.errors import VerificationError
 from gplan.graphs.admission import Verdict
 from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.synthetic import BatchMaker
+from gplan.kernels.base import AttentionBatch
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.gpu.operators import relative_error
 from tests.graphs.drive import greedy, limits_of, make_executor, serve
@@ -131,3 +133,32 @@ def test_greedy_tokens_are_those_of_float32_up_to_rounding(checkpoint: Path) -> 
         assert (best - chosen < 0.2 * scores.std(dim=1)).all(), index
         same += int((chosen == best).sum())
     assert same >= 0.85 * 16 * len(prompts)
+
+
+@pytest.mark.parametrize("backends", BACKENDS, ids="-".join)
+@pytest.mark.parametrize("phase", list(Phase))
+def test_metadata_planned_for_another_batch_is_found(checkpoint: Path, backends: tuple[str, str], phase: Phase) -> None:
+    """The negative control of receipts: a replay that reads what attention was planned with before its own batch."""
+    executor = executor_of(checkpoint, *backends)
+    runner = executor.runner(phase)
+    key = runner.setup.keys[-1]
+    attention, backend = runner.load_padding(key), runner.backend_of(key)
+    prepare, replay = attention.prepare, backend.replay
+    planned: list[AttentionBatch] = []
+
+    def remembering(batch: AttentionBatch) -> None:
+        planned.append(batch)
+        prepare(batch)
+
+    def stale(other: object) -> tuple[torch.Tensor, ...]:
+        if other == key:
+            prepare(planned[-2])
+        return replay(other)
+
+    batches = BatchMaker(executor.parts.limits, executor.parts.kv_pool.num_pages, VOCAB_SIZE)
+    cases = compositions(executor, key, batches)
+    check_key(executor, key, cases)
+    attention.prepare, backend.replay = remembering, stale
+    with pytest.raises(VerificationError, match=f"key {key}: "):
+        check_key(executor, key, cases)
+    executor.close()

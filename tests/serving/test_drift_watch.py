@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from formats.plan import Plan, Workload
+from formats.plan import Costs, Plan, Workload
 from gplan.graphs.capture.base import DeviceMemory
 from gplan.memory.ledger import LedgerEntry
 from gplan.serving.drift_watch import FADE_STEPS, MAX_DISTANCE, MIN_STEPS, QUIET_S, WINDOW, DriftWatch
@@ -104,13 +104,24 @@ def test_a_few_slow_replays_are_no_drift(caplog: pytest.LogCaptureFixture) -> No
     assert not lines(caplog)
 
 
-def test_steps_that_read_more_than_the_plan_s_did_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    watched = Watched()
-    context = PLAN.limits.max_len - 1
-    watched.replays(PLANNED_US * 3, 2 * WINDOW, cached=8 * context + 1)
+def with_costs(costs: Costs) -> Plan:
+    return msgspec.structs.replace(PLAN, decode=msgspec.structs.replace(PLAN.decode, costs=costs))
+
+
+def test_steps_that_read_more_than_was_measured_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(with_costs(Costs(context=100)))
+    watched.replays(PLANNED_US * 3, 2 * WINDOW, cached=8 * 100 + 1)
     watched.replays(PLANNED_US * 3, 2 * WINDOW, cached=1, phase="prefill")
     assert not lines(caplog)
-    watched.replays(PLANNED_US * 3, WINDOW, cached=8 * context)
+    watched.replays(PLANNED_US * 3, WINDOW, cached=8 * 100)
+    assert len(lines(caplog)) == 1
+
+
+def test_a_longer_context_is_granted_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(with_costs(Costs(context=100, cached_us=0.5)))
+    watched.replays(PLANNED_US + 500, cached=800 + 1000)
+    assert watched.value("gplan_replay_time_ratio", key="decode:8") == pytest.approx(1)
+    watched.replays(PLANNED_US + 500, cached=800)
     assert len(lines(caplog)) == 1
 
 
