@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from cli.effects import Effect, effects
 from formats.drift import FINGERPRINT_GRADES
 from formats.plan import LEDGER_ROWS, Bucket, Fingerprint, PhasePlan, Plan, Timing, bucket_key, plan_id
 from gplan.units import format_size
@@ -28,11 +29,12 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two plans, by id, and all in which they differ."""
+    """Two plans, by id, all in which they differ, and what that costs or gains."""
 
     a: str
     b: str
     decisions: tuple[Difference, ...]
+    effects: tuple[Effect, ...]
     evidence: tuple[Difference, ...]
     machine: tuple[Difference, ...]
 
@@ -46,6 +48,7 @@ def compare(a: Plan, b: Plan) -> Comparison:
         a=plan_id(a),
         b=plan_id(b),
         decisions=tuple(_decisions(a, b)),
+        effects=effects(a, b),
         evidence=tuple(_evidence(a, b)),
         machine=tuple(_machine(a.fingerprint, b.fingerprint)),
     )
@@ -79,6 +82,7 @@ def _evidence(a: Plan, b: Plan) -> Iterator[Difference]:
     yield from _values((("model.source", a.model.source, b.model.source),))
     for before, after in ((a.decode, b.decode), (a.prefill, b.prefill)):
         yield from _buckets(before, after)
+        yield from _other_sizes(before, after)
         yield from _values(((f"{before.phase}.rejected", _rejected(before), _rejected(after)),))
     for name in LEDGER_ROWS:
         yield from _bytes(f"ledger.{name}", a.planned_bytes(name), b.planned_bytes(name))
@@ -103,10 +107,8 @@ def _buckets(a: PhasePlan, b: PhasePlan) -> Iterator[Difference]:
 
 
 def _bucket(key: str, a: Bucket, b: Bucket) -> Iterator[Difference]:
-    for name, before, after in (("graph_us", a.graph, b.graph), ("eager_us", a.eager, b.eager)):
-        if before is not None and after is not None and beyond_spread(before, after):
-            change = after.median_us / before.median_us - 1
-            yield Difference(f"{key} {name}", before.median_us, after.median_us, f"{change:+.1%}")
+    yield from _timing(f"{key} graph_us", a.graph, b.graph)
+    yield from _timing(f"{key} eager_us", a.eager, b.eager)
     yield from _bytes(f"{key} graph_bytes", a.graph_bytes, b.graph_bytes)
     yield from _values(
         (
@@ -114,6 +116,21 @@ def _bucket(key: str, a: Bucket, b: Bucket) -> Iterator[Difference]:
             (f"{key} interpolated", a.interpolated, b.interpolated),
         )
     )
+
+
+def _other_sizes(a: PhasePlan, b: PhasePlan) -> Iterator[Difference]:
+    """Times of sizes that are a bucket of neither but that both have measured."""
+    after = {entry.size: entry for entry in b.other_sizes}
+    for entry in a.other_sizes:
+        if entry.size in after:
+            other = after[entry.size]
+            yield from _timing(f"{a.phase} size {entry.size} graph_us", entry.graph, other.graph)
+            yield from _timing(f"{a.phase} size {entry.size} eager_us", entry.eager, other.eager)
+
+
+def _timing(field: str, a: Timing | None, b: Timing | None) -> Iterator[Difference]:
+    if a is not None and b is not None and beyond_spread(a, b):
+        yield Difference(field, a.median_us, b.median_us, f"{b.median_us / a.median_us - 1:+.1%}")
 
 
 def beyond_spread(a: Timing, b: Timing) -> bool:

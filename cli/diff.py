@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import click
 
 from cli.comparison import Comparison, Difference, Value, compare
+from cli.effects import Effect
 from cli.text import columns, section, short
 from cli.views import echo_json
 from formats.container import read_plan
@@ -20,7 +21,7 @@ DIFFERENT = 1
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
 @click.pass_context
 def diff(context: click.Context, a: str, b: str, as_json: bool) -> None:
-    """Compares plans A and B: what they decide, then what was measured, then the machine.
+    """Compares plans A and B: what they decide and what that costs or gains, what was measured, then the machine.
 
     Times count as different beyond their spread; capture times, and free memory, are not compared. Exit code 0 if
     nothing differs, 1 if something does.
@@ -41,9 +42,22 @@ def diff(context: click.Context, a: str, b: str, as_json: bool) -> None:
 def _page(comparison: Comparison) -> str:
     ids = f"{comparison.a}, both" if comparison.a == comparison.b else f"{comparison.a} -> {comparison.b}"
     lines = section("plan", [ids])
-    for name in ("decisions", "evidence", "machine"):
-        lines += section(name, _table(getattr(comparison, name)) or ["the same"])
+    lines += section("decisions", _table(comparison.decisions) or ["the same"])
+    if comparison.effects:
+        lines += section("effect", [_sentence(effect) for effect in comparison.effects])
+    lines += section("evidence", _table(comparison.evidence) or ["the same"])
+    lines += section("machine", _table(comparison.machine) or ["the same"])
     return "\n".join(lines)
+
+
+def _sentence(effect: Effect) -> str:
+    change = "" if effect.change is None else f", {effect.change:+.1%}"
+    note = f" ({effect.note})" if effect.note else ""
+    return f"{effect.what}: {_figure(effect.a)} -> {_figure(effect.b)} {effect.unit}{change}{note}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else short(value)
 
 
 def _table(differences: Sequence[Difference]) -> list[str]:

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from cli.comparison import Comparison, beyond_spread, compare
+from cli.effects import Effect
 from formats.container import write_plan
-from formats.plan import Choice, Plan, Receipt, Timing, Workload, plan_id
+from formats.plan import Choice, Plan, Receipt, SizeTiming, Timing, Workload, plan_id
 from tests.cli.command import gplan
 from tests.formats.plans import CPU, make_bucket, make_phase, make_plan
 
@@ -121,3 +122,65 @@ def test_json_is_the_same_struct(tmp_path: Path) -> None:
     found = msgspec.json.decode(done.stdout, type=Comparison)
     assert found == compare(a, b)
     assert (found.a, found.b) == (plan_id(a), plan_id(b))
+
+
+def effects_of(a: Plan, b: Plan) -> dict[str, Effect]:
+    return {effect.what: effect for effect in compare(a, b).effects}
+
+
+def test_a_change_says_what_it_costs_or_gains() -> None:
+    a = make_plan(num_kv_pages=129)
+    b = make_plan(num_kv_pages=97, decode_sizes=[8])
+    found = effects_of(a, b)
+    pool = found["KV pool"]
+    assert (pool.a, pool.b, pool.unit, pool.change) == (2048, 1536, "tokens", -0.25)
+    assert (found["requests at full length"].a, found["requests at full length"].b) == (8, 6)
+    # 40 steps of 1 and 500 of 8: single requests are now padded to the bucket of 8.
+    before, after = (40 * 404 + 500 * 432) / 540 / 1e3, 0.432
+    step = found["decode step"]
+    assert (step.a, step.b) == (pytest.approx(before), pytest.approx(after))
+    assert step.change == pytest.approx(after / before - 1)
+    assert step.note == "on average, for uniform:16-64"
+    assert found["capture at start"].b < found["capture at start"].a
+
+
+def test_the_second_plan_s_traffic_weighs_the_steps() -> None:
+    workload = Workload(spec="closed:1", decode_steps=((1, 10),))
+    found = effects_of(make_plan(), make_plan(decode_sizes=[8], workload=workload))
+    assert (found["decode step"].a, found["decode step"].b) == (pytest.approx(0.404), pytest.approx(0.432))
+    assert "closed:1" in found["decode step"].note
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_plan(max_batch=4, workload=Workload(spec="default")),
+        make_plan(decode_backend="eager", workload=Workload(spec="default")),
+    ],
+    ids=["smaller", "no times"],
+)
+def test_steps_that_a_plan_has_no_times_of_are_not_guessed(other: Plan) -> None:
+    assert "decode step" not in effects_of(make_plan(max_batch=8), other)
+
+
+def test_no_change_has_no_effect() -> None:
+    assert compare(make_plan(), make_plan()).effects == ()
+
+
+def test_effects_are_told_between_decisions_and_evidence(tmp_path: Path) -> None:
+    write_plan(make_plan(), tmp_path / "a.gplan")
+    write_plan(make_plan(num_kv_pages=97, decode_sizes=[8]), tmp_path / "b.gplan")
+    told = gplan("diff", tmp_path / "a.gplan", tmp_path / "b.gplan").stdout
+    assert "KV pool: 2,048 -> 1,536 tokens, -25.0%" in told
+    assert told.index("decisions") < told.index("KV pool: ") < told.index("evidence")
+
+
+def test_times_of_other_sizes_are_evidence() -> None:
+    def with_time(us: float) -> Plan:
+        timing = Timing(median_us=us, spread_us=5.0, runs=9)
+        return make_plan(
+            decode=make_phase("decode", "full", [1, 8], 8, other_sizes=(SizeTiming(size=5, graph=timing),))
+        )
+
+    (entry,) = compare(with_time(100), with_time(120)).evidence
+    assert (entry.field, entry.note) == ("decode size 5 graph_us", "+20.0%")
