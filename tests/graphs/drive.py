@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 
 from formats.plan import BackendName, Limits
@@ -16,6 +17,7 @@ from gplan.graphs.assembly import ExecutorConfig, build
 from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor, StepResult
 from gplan.models import load_model, read_headers, read_spec
+from gplan.scheduling.holdings import PrefixCounts
 from gplan.scheduling.scheduler import Scheduler
 
 DECODE_LADDER = (1, 2, 4, 8, 16)
@@ -90,25 +92,35 @@ class Served:
     answers: dict[str, list[int]] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
     num_preemptions: int = 0
+    prefixes: PrefixCounts | None = None
 
 
 def serve(
-    executor: Executor, requests: Sequence[Request], *, arrivals: Sequence[int] | None = None, lag: int | None = None
+    executor: Executor,
+    requests: Sequence[Request],
+    *,
+    arrivals: Sequence[int] | None = None,
+    lag: int | None = None,
+    aborts: Mapping[int, str] | None = None,
+    prefix_cache: bool = True,
 ) -> Served:
     """Runs requests to the end.
 
     Args:
         arrivals: step before which each request arrives; all at once where left out.
         lag: steps left uncollected, beyond what the executor asks for.
+        aborts: by step, the request that is aborted before it.
     """
     limits, pool = executor.parts.limits, executor.parts.kv_pool
-    scheduler = Scheduler(limits, pool.num_pages)
+    scheduler = Scheduler(msgspec.structs.replace(limits, prefix_cache=prefix_cache), pool.num_pages)
     waiting = deque(sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0]))
     served, flying, step = Served(), deque(), 0
     lag = executor.result_lag if lag is None else lag
     while waiting or scheduler.has_work or flying:
         while waiting and waiting[0][0] <= step:
             scheduler.add(waiting.popleft()[1])
+        if aborts and step in aborts:
+            scheduler.abort(aborts[step])
         batch = scheduler.schedule()
         if batch is not None:
             flying.append(executor.launch(batch))
@@ -117,6 +129,7 @@ def serve(
         step += 1
     served.num_preemptions = sum(request.num_preemptions for request in requests)
     served.answers = {r.id: r.tokens[r.prompt_len :] for r in requests}
+    served.prefixes = scheduler.prefix_counts
     scheduler.check()
     assert scheduler.num_free_pages == pool.num_pages - 1, "pages leaked"
     return served
