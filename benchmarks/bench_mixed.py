@@ -16,7 +16,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from formats.container import read_plan
 from formats.plan import Plan
@@ -108,19 +107,6 @@ def mixed_requests(plan: Plan, count: int, longest: int, rng: random.Random) -> 
     return [Add(str(index), prompt(), params()) for index in range(count)]
 
 
-def count_compilations(device: str) -> list[str]:
-    """A list that grows by the name of each Triton kernel that is compiled from now on."""
-    compiled: list[str] = []
-    if device == "cuda":
-        from triton import knobs
-
-        def note(**details: Any) -> None:
-            compiled.append(str(details.get("repr", "kernel")))
-
-        knobs.runtime.jit_post_compile_hook = note
-    return compiled
-
-
 def covered(plan: Plan, eager: Counter[tuple[str, str, int]]) -> int:
     """Eager steps whose size is that of a captured key, so that nothing but a fault explains them."""
     exact = {(phase.phase, bucket.size) for phase in (plan.decode, plan.prefill) for bucket in phase.ladder}
@@ -142,7 +128,7 @@ def main() -> None:
     gc.freeze()  # as the engine process does
     ready.executor.check_addresses = True
     load = Load(mixed_requests(plan, arguments.requests, arguments.longest, rng), arguments.concurrency, rng)
-    compiled = count_compilations(plan.fingerprint.device)
+    compiled = ready.executor.device.compilations()
     started = time.perf_counter()
     Engine(ready.executor, plan.limits, plan.num_kv_pages, load, lambda: False).run()
     seconds = time.perf_counter() - started
@@ -157,7 +143,7 @@ def main() -> None:
         "steps": dict(load.steps),
         "eager": dict(reasons),
         "eager_at_a_captured_size": covered(plan, load.eager),
-        "compiled_after_ready": sorted(set(compiled)),
+        "compiled_after_ready": ready.executor.device.compilations() - compiled,
         "most_kv_in_use": round(load.most_pages / (plan.num_kv_pages - 1), 4),
         "preemptions": load.preemptions,
         "leaked_pages": load.leaked_pages,

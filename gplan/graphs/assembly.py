@@ -26,6 +26,7 @@ from gplan.graphs.forward import ForwardParts, forward_slots, request_slots
 from gplan.graphs.guard import AddressGuard
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.sampling import Sampler
+from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, BatchMaker
 from gplan.graphs.variants import FULL
 from gplan.kernels import kernels_class, make_kernels
 from gplan.kernels.base import KernelShape
@@ -39,6 +40,9 @@ Book = Callable[[str, int], None]
 """`book(row, nbytes)`: bytes taken for a ledger row."""
 
 Progress = Callable[[str, int, int], None]
+
+MORE_PASSES = 2
+"""Passes of warming up beyond those a device asks for, where memory has not come to rest by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,7 @@ def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
     """Warms up and captures every key of both phases in all variants, largest first, then freezes the set.
 
     Raises:
-        CaptureError: a key could not be captured, or the last warm-up pass still made the allocator grow.
+        CaptureError: a key could not be captured, or no pass of warming up left memory and kernels as they were.
     """
     keys = sorted(executor.keys, key=lambda key: (key.size * key.width, key.phase, key.variant), reverse=True)
     _warm_up(executor, keys, progress)
@@ -201,19 +205,35 @@ def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
 
 
 def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> None:
+    """Passes over all keys and over sampling until one of them compiles nothing and takes no memory: after the first,
+    usually the second."""
     device = executor.device
-    for number in range(device.warmup_passes):
-        before = device.memory().reserved
+    most = device.warmup_passes + MORE_PASSES if device.warmup_passes else 0
+    for number in range(1, most + 1):
+        reserved, compiled = device.memory().reserved, device.compilations()
         for index, key in enumerate(keys):
-            progress("warm up", number * len(keys) + index, device.warmup_passes * len(keys))
+            progress("warm up", (number - 1) * len(keys) + index, device.warmup_passes * len(keys))
             executor.runner(key.phase).warm_up(key)
+        _warm_up_sampling(executor)
         device.synchronize()
-        grown = device.memory().reserved - before
-        if number > 0 and number == device.warmup_passes - 1 and grown > 0:
-            raise CaptureError(
-                f"warm-up: the last pass still took {grown} bytes from the device",
-                "Memory is not in a steady state before capture; report this with the plan.",
-            )
+        grown, compiled = device.memory().reserved - reserved, device.compilations() - compiled
+        if number >= device.warmup_passes and not grown and not compiled:
+            return
+    if most:
+        raise CaptureError(
+            f"warm-up: pass {most} still took {grown} bytes from the device and compiled {compiled} kernels",
+            "Memory is not in a steady state before capture; report this with the plan.",
+        )
+
+
+def _warm_up_sampling(executor: Executor) -> None:
+    """Draws tokens in every way there is."""
+    parts = executor.parts
+    logits = parts.buffers["logits"]
+    batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, logits.shape[1])
+    for params in (GREEDY, DRAWN, EVERYTHING):
+        chunks = batches.decode(min(2, parts.limits.max_batch), 1, params).chunks
+        executor.sampler.sample(logits[: len(chunks)], chunks)
 
 
 def _capture_one(executor: Executor, key: ShapeKey) -> Captured:

@@ -112,6 +112,10 @@ class GraphDevice(ABC):
     def memory(self) -> DeviceMemory:
         """Bytes of the device as they are now."""
 
+    def compilations(self) -> int:
+        """Kernels that were compiled or loaded from a cache of compiled ones while this device existed."""
+        return 0
+
     @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything launched. Raises inside a segment."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gplan.errors import CaptureError
 from gplan.graphs.capture.base import DeviceMemory, GraphDevice, Segment, Stopwatch
+from gplan.graphs.capture.compilations import count_compilations
 from gplan.graphs.capture.quiet import quiet_collector
 
 
@@ -37,6 +38,7 @@ class CudaGraphDevice(GraphDevice):
         self._segments: list[CudaSegment] = []
         self._in_session = False
         self._has_failed = False
+        self._compilations = count_compilations()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -143,6 +145,9 @@ class CudaGraphDevice(GraphDevice):
         reserved = torch.cuda.memory_reserved(self._device)
         allocated = torch.cuda.memory_allocated(self._device)
         return DeviceMemory(total, free, allocated, reserved, non_torch=max(0, total - free - reserved))
+
+    def compilations(self) -> int:
+        return self._compilations.number
 
     def synchronize(self) -> None:
         if self._recording is not None:
