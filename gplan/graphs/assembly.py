@@ -214,6 +214,7 @@ def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> No
         for index, key in enumerate(keys):
             progress("warm up", (number - 1) * len(keys) + index, device.warmup_passes * len(keys))
             executor.runner(key.phase).warm_up(key)
+            device.synchronize()  # memory that is given back when a kernel ends is so before the next asks for some
         _warm_up_sampling(executor)
         device.synchronize()
         grown, compiled = device.memory().reserved - reserved, device.compilations() - compiled
