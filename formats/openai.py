@@ -83,8 +83,9 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/completions`. `max_tokens` not given means 16, as the API documents."""
+    """`POST /v1/completions`. `max_tokens` not given means 16, as the API documents; 0 only scores an echoed prompt."""
 
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     prompt: str | list[str | TokenId | list[TokenId]]
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None

@@ -63,6 +63,8 @@ def decode_completion(body: bytes) -> CompletionRequest:
     _refuse(request, _REFUSED_COMPLETION, "")
     _check_shared(request)
     _check_prompt(request)
+    if request.max_tokens == 0 and not request.echo:
+        raise BadRequestError("max_tokens of 0 needs echo to be true", "max_tokens")
     n, best_of = request.n or 1, request.best_of
     if best_of is not None and best_of < n:
         raise BadRequestError(f"best_of ({best_of}) must be at least n ({n})", "best_of")

@@ -62,6 +62,7 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
         presence_penalty, frequency_penalty: subtracted for tokens seen in the output, as OpenAI defines them.
         logprobs: how many top alternatives to report with each token; None reports nothing.
+        prompt_logprobs: the same for each token of the prompt but the first; its tokens are then all computed.
         stop_token_ids: end the answer and are not part of it.
         grammar: what the answer must follow, in the grammar library's own form; empty for anything.
     """
@@ -77,6 +78,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     grammar: str = ""

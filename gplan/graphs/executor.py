@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gplan.core import Batch, Phase, ShapeKey
+from gplan.core import Batch, Phase, Request, ShapeKey
 from gplan.graphs.admission import Verdict
 from gplan.graphs.capture.base import GraphDevice, Stopwatch
 from gplan.graphs.decode import DecodeRunner
@@ -21,6 +21,7 @@ from gplan.graphs.forward import ForwardParts
 from gplan.graphs.guard import AddressGuard
 from gplan.graphs.masking import TokenMask
 from gplan.graphs.prefill import PrefillRunner
+from gplan.graphs.prompt_scores import PromptScorer, predicted_part
 from gplan.graphs.runner import PhaseRunner
 from gplan.graphs.sampling import MAX_LOGPROBS, Sampler
 from gplan.graphs.variants import draw_of
@@ -32,6 +33,15 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Of the tokens of a prompt that a chunk predicts: the first is at position `start`."""
+
+    request: Request
+    start: int
+    tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +68,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of the chunks that sample, in batch order; `logprobs` is aligned with them."""
+    """Tokens of the chunks that sample, in batch order; `logprobs` is aligned with them.
+
+    Attributes:
+        prompt_logprobs: of tokens of prompts, by chunk, where asked for.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     outcome: Outcome
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +91,7 @@ class Step:
     tokens: Callable[[], Tensor]
     logprobs: Callable[[], Tensor] | None
     stopwatch: Stopwatch | None = None
+    prompt_logprobs: Callable[[], Tensor] | None = None
 
 
 TIMED_EVERY = 16
@@ -104,6 +120,7 @@ class Executor:
         self.decode, self.prefill = decode, prefill
         self.check_addresses = check_addresses
         self._num_replays = 0
+        self._prompt_scorer = PromptScorer(parts)
 
     @property
     def result_lag(self) -> int:
@@ -146,12 +163,15 @@ class Executor:
         if stopwatch is not None:
             stopwatch.stop()
         sampling = [chunk for chunk in batch.chunks if chunk.samples]
-        if not sampling:
-            return Step(batch, verdict.key, verdict.reason, launched_at, _no_tokens, None, stopwatch)
-        draw = self.sampler.sample(logits, sampling, None if mask is None else mask())
-        tokens = self.device.read_later(draw.tokens)
-        logprobs = None if draw.logprobs is None else self.device.read_later(draw.logprobs)
-        return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs, stopwatch)
+        tokens, logprobs = _no_tokens, None
+        if sampling:
+            draw = self.sampler.sample(logits, sampling, None if mask is None else mask())
+            tokens = self.device.read_later(draw.tokens)
+            logprobs = None if draw.logprobs is None else self.device.read_later(draw.logprobs)
+        # After sampling, whose logits it writes over.
+        scores = self._prompt_scorer.score(batch)
+        prompts = None if scores is None else self.device.read_later(scores)
+        return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs, stopwatch, prompts)
 
     def _stopwatch(self, verdict: Verdict) -> Stopwatch | None:
         """One that runs, where this replay is timed."""
@@ -181,7 +201,8 @@ class Executor:
             replay_us=None if step.stopwatch is None else step.stopwatch.read_us(),
             cached_tokens=0 if step.stopwatch is None else sum(chunk.start for chunk in step.batch.chunks),
         )
-        return StepResult(tokens, logprobs, outcome)
+        prompts = () if step.prompt_logprobs is None else _prompt_logprobs(step.batch, step.prompt_logprobs())
+        return StepResult(tokens, logprobs, outcome, prompts)
 
     def close(self) -> None:
         """Drops graphs and workspace; the executor is dead after it."""
@@ -199,3 +220,13 @@ def _token_logprobs(row: list[float], count: int) -> TokenLogprobs:
     assert count <= MAX_LOGPROBS
     top = tuple((int(token), score) for token, score in zip(row[1 + width :], row[1 : 1 + width], strict=True))
     return TokenLogprobs(row[0], top[:count])
+
+
+def _prompt_logprobs(batch: Batch, scores: Tensor) -> tuple[PromptLogprobs, ...]:
+    rows, found = iter(scores.tolist()), []
+    for chunk in batch.chunks:
+        part, count = predicted_part(chunk), chunk.request.params.prompt_logprobs
+        if part and count is not None:
+            tokens = tuple(_token_logprobs(next(rows), count) for _ in part)
+            found.append(PromptLogprobs(chunk.request, part.start, tokens))
+    return tuple(found)

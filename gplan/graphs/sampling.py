@@ -130,7 +130,7 @@ class Sampler:
         self.note_drawn(chunks)
         if group.penalties:
             self._counts.index_put_((group.rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
-        return Draw(tokens, _logprobs(logits, tokens) if group.wants_logprobs else None)
+        return Draw(tokens, score_tokens(logits, tokens) if group.wants_logprobs else None)
 
     def _group_of(self, chunks: Sequence[Chunk]) -> _Group:
         members = tuple((c.request, c.request.row, c.request.num_preemptions) for c in chunks)
@@ -204,7 +204,8 @@ def _bias_of(index: int, chunk: Chunk) -> list[tuple[int, int, float]]:
     return edits
 
 
-def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log probabilities of `tokens` [n] and of the likeliest, as `Draw.logprobs` has them."""
     scores = torch.log_softmax(logits.float(), dim=-1)
     top = scores.topk(min(MAX_LOGPROBS, scores.shape[-1]), dim=-1)
     drawn = scores.gather(-1, tokens[:, None])

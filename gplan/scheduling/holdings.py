@@ -181,8 +181,11 @@ class Holdings:
             entry.shared = full
 
     def _most_shared(self, entry: Entry) -> int:
-        """How many pages a request may begin with: its last token is computed, for what follows it."""
-        return (entry.request.num_tokens - 1) // self._page_size if self._shares else 0
+        """How many pages a request may begin with: its last token is computed, for what follows it, and all of them
+        where each is to be scored."""
+        if not self._shares or entry.request.params.prompt_logprobs is not None:
+            return 0
+        return (entry.request.num_tokens - 1) // self._page_size
 
     def _num_shared(self, entry: Entry) -> int:
         """Pages that a request would share with running ones; looked up again only when their pages changed."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from formats.plan import Limits
 from gplan.core import Batch, FinishReason, Request, ShapeKey
-from gplan.graphs.executor import Step, StepResult
+from gplan.graphs.executor import PromptLogprobs, Step, StepResult
 from gplan.graphs.masking import TokenMask
 from gplan.scheduling.scheduler import Scheduler
 from gplan.serving.grammar.constraints import Constraints
@@ -135,7 +135,7 @@ class Engine:
         for request in self._constraints.take_compiled():
             self._scheduler.add(request)
         for request, why in self._constraints.take_failed():
-            if self._requests.get(request.id) is request:
+            if self._serves(request):
                 self._abort(request.id)
                 self._channel.send(Failed(request.id, why))
 
@@ -171,9 +171,9 @@ class Engine:
         before = [len(chunk.request.tokens) for chunk in step.batch.chunks if chunk.samples]
         finished = {request.id for request in self._scheduler.update(step.batch, result.tokens)}
         sampling = [chunk.request for chunk in step.batch.chunks if chunk.samples]
-        outputs = []
+        outputs = [self._prompt_output(scored) for scored in result.prompt_logprobs if self._serves(scored.request)]
         for index, (request, known) in enumerate(zip(sampling, before, strict=True)):
-            if self._requests.get(request.id) is not request:
+            if not self._serves(request):
                 continue
             output = self._output(request, request.tokens[known:], result, index, request.id in finished)
             if output is not None:
@@ -182,6 +182,14 @@ class Engine:
                 del self._requests[request.id]
                 self._constraints.forget(request.id)
         self._channel.send(Outputs(outputs, self._stats(step, result, sum(len(o.tokens) for o in outputs))))
+
+    def _serves(self, request: Request) -> bool:
+        """Whether somebody waits for the request still."""
+        return self._requests.get(request.id) is request
+
+    def _prompt_output(self, scored: PromptLogprobs) -> Output:
+        logprobs = [(entry.logprob, list(entry.top)) for entry in scored.tokens]
+        return Output(scored.request.id, [], [], "", logprobs, scored.start)
 
     def _output(
         self, request: Request, tokens: list[int], result: StepResult, index: int, is_finished: bool

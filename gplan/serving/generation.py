@@ -17,7 +17,7 @@ from typing import Protocol
 from gplan.core import FinishReason, SamplingParams
 from gplan.errors import GplanError
 from gplan.serving.detokenizer import make_detokenizer
-from gplan.serving.protocol import Output
+from gplan.serving.protocol import Output, TokenScore
 from gplan.serving.stopping import StopMatcher
 from gplan.serving.vocabulary import Vocabulary
 
@@ -36,12 +36,14 @@ class Job:
     Attributes:
         continues_prompt: the text goes on where the prompt's ended, rather than being a text of its own. Some
             tokenizers drop the space before a text's first word.
+        is_prompt_only: nothing is wanted but the prompt's scores; what is generated is dropped.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams
     stops: tuple[str, ...] = ()
     continues_prompt: bool = True
+    is_prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,11 @@ class Scored:
 
     Attributes:
         offset: characters of the answer before the token.
+        logprob: None of a prompt's first token, which nothing predicts.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     offset: int
 
@@ -64,13 +67,15 @@ class Delta:
 
     Attributes:
         scored: tokens of the text given out so far that were not in an earlier delta; only where logprobs were asked.
-        num_tokens: tokens generated, those of a stop string and those still held as text included.
+        num_tokens: tokens generated: those of a stop string, the end token and those still held as text included.
+        prompt_scores: of the prompt's tokens but the first, in the first delta; only where they were asked for.
     """
 
     text: str
     scored: tuple[Scored, ...]
     num_tokens: int
     finish_reason: FinishReason | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(slots=True)
@@ -81,10 +86,11 @@ class Answer:
     scored: list[Scored] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: FinishReason = FinishReason.STOP
+    prompt_scores: tuple[TokenScore, ...] = ()
 
     @property
     def mean_logprob(self) -> float:
-        return sum(entry.logprob for entry in self.scored) / len(self.scored) if self.scored else 0.0
+        return sum(entry.logprob or 0.0 for entry in self.scored) / len(self.scored) if self.scored else 0.0
 
 
 class InterruptedAnswerError(GplanError):
@@ -114,9 +120,12 @@ class _Growing:
         "_detokenizer",
         "_given",
         "_is_cut",
+        "_is_prompt_only",
         "_length",
         "_matcher",
+        "_num_prompt_scores",
         "_num_tokens",
+        "_prompt_scores",
         "_scored",
         "_text",
         "_vocabulary",
@@ -136,6 +145,9 @@ class _Growing:
         self._matcher = StopMatcher(job.stops)
         self._is_cut = False
         self._wants_scores = job.params.logprobs is not None
+        self._is_prompt_only = job.is_prompt_only
+        self._prompt_scores: list[TokenScore] = []
+        self._num_prompt_scores = 0
         self._text: list[str] = []
         self._scored: list[Scored] = []
         self._num_tokens = 0
@@ -145,6 +157,10 @@ class _Growing:
         """Of these, the characters that passed the matcher."""
 
     def take(self, output: Output) -> None:
+        self._take_prompt(output)
+        if self._is_prompt_only:
+            self.finish_reason = FinishReason.LENGTH if output.finish_reason else None
+            return
         for index, token in enumerate(output.tokens):
             self._num_tokens += 1
             text = self._detokenizer.push(token)
@@ -160,12 +176,21 @@ class _Growing:
             return
         self._give(self._matcher.finish())
         self.finish_reason = FinishReason(output.finish_reason)
+        self._num_tokens += self.finish_reason is FinishReason.STOP
+
+    def _take_prompt(self, output: Output) -> None:
+        """Scores of the prompt; a prompt that was computed twice has some twice."""
+        fresh = output.prompt_logprobs[max(0, self._num_prompt_scores + 1 - output.prompt_start) :]
+        self._num_prompt_scores += len(fresh)
+        self._prompt_scores += fresh
+        self.unread_bytes += sum(_SCORE_BYTES * (1 + len(top)) for _, top in fresh)
 
     def read(self) -> Delta | None:
         """What was added since the last call, if anything."""
         if not self._text and not self._num_tokens and self.finish_reason is None:
             return None
-        delta = Delta("".join(self._text), self._release_scores(), self._num_tokens, self.finish_reason)
+        prompt, self._prompt_scores = tuple(self._prompt_scores), []
+        delta = Delta("".join(self._text), self._release_scores(), self._num_tokens, self.finish_reason, prompt)
         self._text.clear()
         self._num_tokens = 0
         self.unread_bytes = sum(_SCORE_BYTES * (1 + len(entry.top)) for entry in self._scored)
@@ -295,6 +320,7 @@ class Generation:
                 answer.scored += delta.scored
                 answer.num_tokens += delta.num_tokens
                 answer.finish_reason = delta.finish_reason or answer.finish_reason
+                answer.prompt_scores += delta.prompt_scores
         for answer, parts in zip(answers, texts, strict=True):
             answer.text = "".join(parts)
         return answers

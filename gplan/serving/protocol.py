@@ -66,18 +66,25 @@ ToEngine = Start | Add | Abort | Drain
 # From the engine ----------------------------------------------------------------------------------------------------
 
 
+TokenScore = tuple[float, list[tuple[int, float]]]
+"""Log probability of a token, and the likeliest (token, log probability) at its place."""
+
+
 class Output(Message, frozen=True, array_like=True, tag=True):
     """Tokens of one request from one step.
 
     Attributes:
         logprobs: per token (log probability, likeliest (token, log probability) pairs), where asked for.
         finish_reason: `stop`, `length` or `abort` where the request ended with these tokens, else empty.
+        prompt_logprobs: the same of tokens of the prompt, from position `prompt_start` on. Some may come twice.
     """
 
     id: str
     tokens: list[int]
-    logprobs: list[tuple[float, list[tuple[int, float]]]]
+    logprobs: list[TokenScore]
     finish_reason: str
+    prompt_logprobs: list[TokenScore] = []
+    prompt_start: int = 0
 
 
 class StepStats(Message, frozen=True, array_like=True, tag=True):

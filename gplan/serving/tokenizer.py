@@ -9,9 +9,22 @@ from typing import Any
 from gplan.errors import GplanError
 from gplan.serving.vocabulary import Vocabulary
 
+_CHARACTERS_PER_TOKEN = 4
+
+_HIDDEN_BY_A_CUT = 64
+"""A text cut in the middle of a word may have more tokens there than the whole has: a generous bound of how many."""
+
 
 class TemplateRefusalError(Exception):
     """The chat template cannot be applied to these messages or arguments; says why."""
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were allowed; says how many at least."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
 
 
 class ServedTokenizer:
@@ -49,10 +62,34 @@ class ServedTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    def encode_at_most(self, text: str, limit: int, *, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, of a text that may be much too long: its beginning is looked at first, then twice as much, so a
+        text that is too long costs no more than a few times one that is not.
+
+        Raises:
+            TooManyTokensError: there are more than `limit` tokens, and more than the end of a beginning can hide.
+        """
+        length = max(1, limit) * _CHARACTERS_PER_TOKEN
+        while length < len(text):
+            count = len(self.encode(text[:length], add_special_tokens=add_special_tokens))
+            if count > limit + _HIDDEN_BY_A_CUT:
+                raise TooManyTokensError(count - _HIDDEN_BY_A_CUT)
+            length *= 2
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # The batch call lets other threads run meanwhile; that of one text does not.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def offsets(self, text: str) -> list[int]:
+        """Of each token of `encode(text)`: the characters of the text before it."""
+        encoding = self._backend.encode(text)
+        starts, last = [], 0
+        for start, end in encoding.offsets:
+            last = max(last, start) if (start, end) != (0, 0) else last
+            starts.append(last)
+        return starts
 
     def encode_chat(
         self,
@@ -60,14 +97,16 @@ class ServedTokenizer:
         *,
         add_generation_prompt: bool,
         template_arguments: Mapping[str, Any],
+        limit: int,
     ) -> list[int]:
-        """Tokens of a conversation.
+        """Tokens of a conversation, `limit` of them at most.
 
         Args:
             template_arguments: variables for the template; none of transformers' own arguments.
 
         Raises:
             TemplateRefusalError: the template refuses the messages, or an argument is not the template's.
+            TooManyTokensError: as `encode_at_most`.
         """
         from jinja2.exceptions import TemplateError
 
@@ -80,7 +119,7 @@ class ServedTokenizer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise TemplateRefusalError(f"the chat template refuses this: {error}") from error
-        return self.encode(str(text), add_special_tokens=False)
+        return self.encode_at_most(str(text), limit, add_special_tokens=False)
 
     def _check_template(self, folder: str) -> None:
         """A template may refuse a conversation; one that no conversation can be put into is broken."""

@@ -31,19 +31,29 @@ def chat_logprobs(vocabulary: Vocabulary, tokens: Iterable[Scored]) -> ChatLogpr
 def completion_logprobs(vocabulary: Vocabulary, tokens: Sequence[Scored], wants_top: bool) -> CompletionLogprobs:
     top: list[dict[str, float] | None] | None = None
     if wants_top:
-        top = [{_text(vocabulary, token): _finite(score) for token, score in scored.top} for scored in tokens]
+        top = [_top(vocabulary, scored) for scored in tokens]
     return CompletionLogprobs(
         tokens=[_text(vocabulary, scored.token) for scored in tokens],
-        token_logprobs=[_finite(scored.logprob) for scored in tokens],
+        token_logprobs=[None if scored.logprob is None else _finite(scored.logprob) for scored in tokens],
         top_logprobs=top,
         text_offset=[scored.offset for scored in tokens],
     )
 
 
+def _top(vocabulary: Vocabulary, scored: Scored) -> dict[str, float] | None:
+    if scored.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for token, score in scored.top:
+        # Tokens of the same text: the likelier one has it.
+        top.setdefault(_text(vocabulary, token), _finite(score))
+    return top
+
+
 def _chat_token(vocabulary: Vocabulary, scored: Scored) -> TokenLogprob:
     return TokenLogprob(
         token=_text(vocabulary, scored.token),
-        logprob=_finite(scored.logprob),
+        logprob=LOWEST if scored.logprob is None else _finite(scored.logprob),
         bytes=list(vocabulary.token_bytes(scored.token)),
         top_logprobs=[
             TopLogprob(

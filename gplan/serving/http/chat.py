@@ -29,7 +29,7 @@ from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.errors import ApiError
 from gplan.serving.http.events import EventStream, WholeAnswer, event
 from gplan.serving.http.service import Service
-from gplan.serving.tokenizer import TemplateRefusalError
+from gplan.serving.tokenizer import TemplateRefusalError, TooManyTokensError
 from gplan.serving.vocabulary import Vocabulary
 
 
@@ -66,9 +66,12 @@ def _jobs(service: Service, body: ChatCompletionRequest) -> list[Job]:
             [message.for_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
             template_arguments=body.chat_template_kwargs or {},
+            limit=service.jobs.max_len,
         )
     except TemplateRefusalError as error:
         raise ApiError(400, str(error), param="messages") from None
+    except TooManyTokensError as error:
+        raise service.jobs.too_long(f"the messages have more than {error.count} tokens", "messages") from None
     return service.jobs.make(
         body,
         prompt,

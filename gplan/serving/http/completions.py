@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from formats.openai import CompletionChoice, CompletionRequest, CompletionResponse
+from formats.openai import CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse
 from formats.openai_rules import decode_completion
-from gplan.serving.generation import Answer, Delta, Job
+from gplan.serving.detokenizer import make_detokenizer
+from gplan.serving.generation import Answer, Delta, Job, Scored
 from gplan.serving.http.answers import completion_logprobs, finish_reason, usage_of
 from gplan.serving.http.bodies import decode_body
-from gplan.serving.http.errors import ApiError
 from gplan.serving.http.events import EventStream, WholeAnswer, event
 from gplan.serving.http.service import Service
+from gplan.serving.protocol import TokenScore
+from gplan.serving.tokenizer import ServedTokenizer, TooManyTokensError
 from gplan.serving.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16
@@ -26,11 +28,30 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One prompt: its tokens, what is echoed before its answers, and the jobs for them."""
+    """One prompt: its tokens, what is echoed before its answers, and the jobs for them.
+
+    Attributes:
+        offsets: characters of the echo before each token; empty unless the prompt is scored.
+    """
 
     tokens: tuple[int, ...]
     echo: str
     jobs: list[Job]
+    offsets: tuple[int, ...] = ()
+
+    def scored(self, scores: Sequence[TokenScore]) -> list[Scored]:
+        """The echo's tokens with their scores; nothing predicts the first."""
+        if not self.offsets:
+            return []
+        rest = zip(self.tokens[1:], scores, self.offsets[1:], strict=True)
+        return [
+            Scored(self.tokens[0], None, (), 0),
+            *(Scored(token, score, tuple(top), offset) for token, (score, top), offset in rest),
+        ]
+
+    def shifted(self, scored: Sequence[Scored]) -> list[Scored]:
+        """Scores of the answer, as of the text that begins with the echo."""
+        return [replace(entry, offset=entry.offset + len(self.echo)) for entry in scored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +67,6 @@ async def completions(service: Service, request: Request) -> Response:
     service.refuse_early(request)
     body = await decode_body(request, decode_completion)
     service.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported here", param="echo", code="unsupported_parameter")
     best_of = body.best_of or body.n or 1
     seat = service.admit(request, best_of * len(body.prompts))
     prompts = await service.in_thread_with(seat, _prompts, service, body, best_of)
@@ -65,7 +84,7 @@ def _prompts(service: Service, body: CompletionRequest, best_of: int) -> list[_P
     is_ranked = best_of > (body.n or 1)
     for index, prompt in enumerate(body.prompts):
         name = "prompt" if isinstance(body.prompt, str) or len(body.prompts) == 1 else f"prompt[{index}]"
-        tokens = service.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = _tokens(service, prompt, name)
         jobs = service.jobs.make(
             body,
             tokens,
@@ -75,12 +94,34 @@ def _prompts(service: Service, body: CompletionRequest, best_of: int) -> list[_P
             logprobs=0 if is_ranked and body.logprobs is None else body.logprobs,
             param=name,
             continues_prompt=True,
+            prompt_logprobs=body.logprobs if body.echo else None,
         )
         echo = ""
         if body.echo:
             echo = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
-        found.append(_Prompt(tuple(tokens), echo, jobs))
+        offsets = _offsets(service.tokenizer, prompt, tokens) if body.echo and body.logprobs is not None else ()
+        found.append(_Prompt(tuple(tokens), echo, jobs, tuple(offsets)))
     return found
+
+
+def _tokens(service: Service, prompt: str | tuple[int, ...], name: str) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    try:
+        return service.tokenizer.encode_at_most(prompt, service.jobs.max_len)
+    except TooManyTokensError as error:
+        raise service.jobs.too_long(f"the prompt has more than {error.count} tokens", name) from None
+
+
+def _offsets(tokenizer: ServedTokenizer, prompt: str | tuple[int, ...], tokens: Sequence[int]) -> Sequence[int]:
+    """Characters of the echo before each token of it."""
+    if isinstance(prompt, str):
+        return tokenizer.offsets(prompt)
+    detokenizer, length, offsets = make_detokenizer(tokenizer.vocabulary), 0, []
+    for token in tokens:
+        offsets.append(length)
+        length += len(detokenizer.push(token))
+    return offsets
 
 
 def _response(
@@ -99,7 +140,8 @@ def _response(
         for answer in best[:n]:
             logprobs = None
             if body.logprobs is not None:
-                logprobs = completion_logprobs(vocabulary, answer.scored, body.logprobs > 0)
+                scored = prompt.scored(answer.prompt_scores) + prompt.shifted(answer.scored)
+                logprobs = completion_logprobs(vocabulary, scored, body.logprobs > 0)
             choices.append(
                 CompletionChoice(
                     index=len(choices),
@@ -119,13 +161,14 @@ class _Writer:
         self, body: CompletionRequest, prompts: Sequence[_Prompt], reply: _Reply, vocabulary: Vocabulary
     ) -> None:
         self._body, self._reply, self._vocabulary = body, reply, vocabulary
-        self._echoes = [prompt.echo for prompt in prompts for _ in prompt.jobs]
+        self._prompts = [prompt for prompt in prompts for _ in prompt.jobs]
+        self._is_echoed = [False] * len(self._prompts)
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self._num_tokens = 0
 
     def begin(self) -> bytes:
-        choices = [CompletionChoice(index=index, text=echo) for index, echo in enumerate(self._echoes) if echo]
-        return b"".join(self._chunk(choice) for choice in choices)
+        # A scored echo waits for its scores.
+        return b"".join([self._echo(i) for i, prompt in enumerate(self._prompts) if prompt.echo and not prompt.offsets])
 
     def part(self, news: Sequence[tuple[int, Delta]]) -> bytes:
         return b"".join([self._delta(index, delta) for index, delta in news])
@@ -138,13 +181,24 @@ class _Writer:
 
     def _delta(self, index: int, delta: Delta) -> bytes:
         self._num_tokens += delta.num_tokens
-        logprobs = None
-        if self._body.logprobs is not None and delta.scored:
-            logprobs = completion_logprobs(self._vocabulary, delta.scored, self._body.logprobs > 0)
+        prompt, data = self._prompts[index], b""
+        if prompt.offsets and not self._is_echoed[index]:
+            self._is_echoed[index] = True
+            data = self._echo(index, prompt.scored(delta.prompt_scores))
+        logprobs = self._logprobs(prompt.shifted(delta.scored))
         reason = None if delta.finish_reason is None else finish_reason(delta.finish_reason)
         if not (delta.text or reason or logprobs):
-            return b""
-        return self._chunk(CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason))
+            return data
+        choice = CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason)
+        return data + self._chunk(choice)
+
+    def _echo(self, index: int, scored: Sequence[Scored] = ()) -> bytes:
+        echo = self._prompts[index].echo
+        return self._chunk(CompletionChoice(index=index, text=echo, logprobs=self._logprobs(scored)))
+
+    def _logprobs(self, scored: Sequence[Scored]) -> CompletionLogprobs | None:
+        wanted = self._body.logprobs
+        return completion_logprobs(self._vocabulary, scored, wanted > 0) if wanted is not None and scored else None
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
         return event(self._response([choice]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from formats.openai import SamplingRequest
 from gplan.core import SamplingParams
@@ -38,12 +38,13 @@ class JobMaker:
         logprobs: int | None,
         param: str,
         continues_prompt: bool,
+        prompt_logprobs: int | None = None,
         grammar: str = "",
     ) -> list[Job]:
         """`count` answers to one prompt. With a seed, the first is what it would be alone.
 
         Args:
-            max_tokens: as the request says it, None where it does not.
+            max_tokens: as the request says it, None where it does not; 0 for nothing but the prompt.
             default_max_tokens: what is generated then, if it fits; None for as many as fit.
             param: name of the prompt in the request, for errors.
             grammar: what the answers must follow.
@@ -61,8 +62,12 @@ class JobMaker:
         # A negative seed is as good as any; its sign must not be lost.
         seed = seed if seed >= 0 else (~seed * _SEED_STEP) & _SEED_MASK ^ _NEGATIVE
         seeds = [(seed + index * _SEED_STEP) & _SEED_MASK for index in range(count)]
-        params = [self._params(request, limit, logprobs, each, grammar) for each in seeds]
-        return [Job(tuple(prompt), each, request.stop_strings, continues_prompt) for each in params]
+        shared = replace(
+            self._params(request, max(limit, 1)), logprobs=logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+        )
+        stops, ids = request.stop_strings, tuple(prompt)
+        params = [replace(shared, seed=each) for each in seeds]
+        return [Job(ids, each, stops, continues_prompt, is_prompt_only=limit == 0) for each in params]
 
     def _room(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> int:
         if not prompt:
@@ -71,22 +76,24 @@ class JobMaker:
         left = self.max_len - len(prompt)
         if left < (max_tokens or 1):
             wanted = " and leaves no room for output" if max_tokens is None else f", max_tokens is {max_tokens}"
-            raise ApiError(
-                400,
-                f"this model is served with at most {self.max_len} tokens in all; "
-                f"the prompt has {len(prompt)} tokens{wanted}",
-                param=param if left < 1 else "max_tokens",
-                code="context_length_exceeded",
-            )
+            why = f"the prompt has {len(prompt)} tokens{wanted}"
+            raise self.too_long(why, param if left < 1 else "max_tokens")
         return left
+
+    def too_long(self, why: str, param: str) -> ApiError:
+        message = f"this model is served with at most {self.max_len} tokens in all; {why}"
+        return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         if ids and max(ids) >= self.vocab_size:
-            raise ApiError(400, f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}", param=param)
+            raise ApiError(
+                400,
+                f"token id {max(ids)} is outside the vocabulary of {self.vocab_size}",
+                param=param,
+                code="invalid_token_id",
+            )
 
-    def _params(
-        self, request: SamplingRequest, limit: int, logprobs: int | None, seed: int, grammar: str
-    ) -> SamplingParams:
+    def _params(self, request: SamplingRequest, limit: int) -> SamplingParams:
         bias = request.logit_bias or {}
         self._check_ids(tuple(bias), "logit_bias")
         self._check_ids(request.stop_token_ids or (), "stop_token_ids")
@@ -99,15 +106,12 @@ class JobMaker:
             top_k=max(request.top_k or 0, 0),
             top_p=1.0 if request.top_p is None else request.top_p,
             min_p=request.min_p or 0.0,
-            seed=seed,
             repetition_penalty=request.repetition_penalty or 1.0,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=tuple(bias.items()),
-            logprobs=logprobs,
             stop_token_ids=stop_ids,
             min_tokens=request.min_tokens or 0,
-            grammar=grammar,
         )
 
 
@@ -116,7 +120,7 @@ def check_scores(jobs: Sequence[Job]) -> None:
     Raises:
         ApiError: 400 for more log probabilities than this process should hold for one request.
     """
-    wanted = sum(job.params.max_tokens * (job.params.logprobs + 1) for job in jobs if job.params.logprobs is not None)
+    wanted = sum(_num_scores(job) for job in jobs)
     if wanted > MAX_SCORES:
         raise ApiError(
             400,
@@ -124,3 +128,12 @@ def check_scores(jobs: Sequence[Job]) -> None:
             "ask for fewer answers, tokens or alternatives",
             param="logprobs",
         )
+
+
+def _num_scores(job: Job) -> int:
+    params, count = job.params, 0
+    if params.logprobs is not None:
+        count += params.max_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        count += len(job.prompt) * (params.prompt_logprobs + 1)
+    return count
