@@ -161,7 +161,9 @@ def test_a_slow_reader_gets_what_came_meanwhile_in_one_piece() -> None:
         for output in outputs(name, tokens, "stop"):
             hand.takes[name](output)
         ((index, delta),) = await generation.read()
-        assert (index, delta.text, delta.num_tokens) == (0, "the quick brown fox", len(tokens))
+        assert (index, delta.text, delta.num_tokens) == (0, "the quick brown fox", len(tokens) + 1), (
+            "the end token counts"
+        )
         assert delta.finish_reason is FinishReason.STOP
 
     asyncio.run(run())
