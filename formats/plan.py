@@ -92,6 +92,7 @@ class Fingerprint(Record, frozen=True, kw_only=True):
         capability: compute capability as `9.0`; for a CPU its vector extension (`avx2`).
         num_threads: threads torch computes with on a CPU, 0 on a GPU.
         kernels_version: of flashinfer; empty for the reference kernels.
+        prefill_kernel: which of flashinfer's runs prefill attention, `fa2` or `fa3`; empty for the reference kernels.
     """
 
     device: Literal["cuda", "cpu"]
@@ -108,6 +109,7 @@ class Fingerprint(Record, frozen=True, kw_only=True):
     triton: str
     transformers: str
     kernels_version: str
+    prefill_kernel: Literal["", "fa2", "fa3"] = ""
     python: str
     os: str
     clocks_mhz: int
@@ -330,7 +332,7 @@ class Plan(Record, frozen=True, kw_only=True):
         return next(entry.planned_bytes for entry in self.ledger if entry.name == row)
 
 
-MATCHED_FIELDS = ("device", "device_name", "capability", "tp_size")
+MATCHED_FIELDS = ("device", "device_name", "capability", "tp_size", "prefill_kernel")
 MATCHED_VERSIONS = ("torch", "cuda", "kernels_version")
 """What of a fingerprint must be the same for a plan to hold; of versions, major and minor."""
 

@@ -140,6 +140,8 @@ def _identity(plan: Plan) -> Iterator[Problem]:
         yield "kernels", f"flashinfer does not run on {machine.device}"
     if (plan.kernels == "flashinfer") != bool(machine.kernels_version):
         yield "fingerprint.kernels_version", f"{machine.kernels_version!r} does not go with {plan.kernels} kernels"
+    if (plan.kernels == "flashinfer") != bool(machine.prefill_kernel):
+        yield "fingerprint.prefill_kernel", f"{machine.prefill_kernel!r} does not go with {plan.kernels} kernels"
 
 
 def _limits(plan: Plan) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import platform
 import re
 from pathlib import Path
 
+import msgspec
 import torch
 
 from formats.plan import Fingerprint
@@ -19,15 +20,17 @@ from formats.plan import Fingerprint
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def read_fingerprint(device: torch.device | str, kernels: str) -> Fingerprint:
+def read_fingerprint(device: torch.device | str, kernels: str, prefill_kernel: str = "") -> Fingerprint:
     """Describes the machine as `device` sees it.
 
     Args:
         device: `cpu`, `cuda` or `cuda:1`. A CUDA device gets its context by being asked.
         kernels: name of the kernel set in use: `reference` or `flashinfer`.
+        prefill_kernel: as the kernel set tells it.
     """
     device = torch.device(device)
-    return _cuda_fingerprint(device, kernels) if device.type == "cuda" else _cpu_fingerprint(kernels)
+    found = _cuda_fingerprint(device, kernels) if device.type == "cuda" else _cpu_fingerprint(kernels)
+    return msgspec.structs.replace(found, prefill_kernel=prefill_kernel)
 
 
 def device_memory(device: torch.device | str) -> tuple[int, int]:

@@ -172,6 +172,11 @@ class Kernels(ABC):
     def workspace_nbytes(shape: KernelShape) -> int:
         """Device bytes the constructor will allocate, known before it does; nothing is allocated after."""
 
+    @staticmethod
+    def prefill_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
+        """Which kernel of the set runs prefill attention here, where that depends on the machine; else empty."""
+        return ""
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: x [n, k], weight [m, k], bias [m] -> [n, m], into `out` where given."""

@@ -15,6 +15,7 @@ import msgspec
 from formats.plan import Limits, PhasePlan, Plan, Rejection
 from gplan.core import Phase
 from gplan.graphs.machine import read_fingerprint
+from gplan.kernels import kernels_class
 from gplan.planning.backends import choose_backend
 from gplan.planning.bench import Bench
 from gplan.planning.choices import Choices
@@ -49,7 +50,10 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
     choices = Choices(resolved.choices)
     traffic = None if options.workload is None else read_traffic(options.workload, resolved.limits.max_len)
     ladders = {phase: _ladder(phase, options, resolved, choices) for phase in Phase}
-    fingerprint = read_fingerprint(resolved.device, resolved.kernels)
+    prefill_kernel = kernels_class(resolved.kernels).prefill_kernel(
+        resolved.dtype, resolved.spec.head_dim, resolved.device
+    )
+    fingerprint = read_fingerprint(resolved.device, resolved.kernels, prefill_kernel)
     bench = Bench(resolved, patience or Patience(), progress)
     locked = {Phase.DECODE: options.decode_buckets is not None, Phase.PREFILL: options.prefill_buckets is not None}
     decisions = {phase: _decide(bench, phase, ladders[phase], locked[phase], choices) for phase in Phase}

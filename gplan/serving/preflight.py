@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from formats.drift import Drift, diff_plan, refusals
-from formats.plan import Plan
+from formats.plan import Fingerprint, Plan
 from gplan.errors import DriftError
 from gplan.graphs.machine import read_fingerprint
+from gplan.kernels import kernels_class
 from gplan.models import ModelSpec, read_headers, read_spec
 
 
@@ -51,8 +52,17 @@ def inspect(plan: Plan, checkpoint: str, accept: Collection[str] = ()) -> Prefli
     """
     headers = read_headers(checkpoint, hash_contents=bool(plan.model.content_digest))
     spec = read_spec(checkpoint, headers, plan.limits.max_len)
-    device = torch.device(plan.fingerprint.device)
-    drifts = diff_plan(plan, headers.identity(spec), read_fingerprint(device, plan.kernels))
+    fingerprint = _fingerprint_here(plan, spec)
+    drifts = diff_plan(plan, headers.identity(spec), fingerprint)
     refused = refusals(drifts, accept)
     accepted = tuple(drift for drift in refusals(drifts) if drift not in refused)
     return Preflight(spec, drifts, refused, accepted)
+
+
+def _fingerprint_here(plan: Plan, spec: ModelSpec) -> Fingerprint:
+    """This machine as the plan would use it; where there is no such device, its CPU, which is then what differs."""
+    device = torch.device(plan.fingerprint.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return read_fingerprint("cpu", "reference")
+    prefill_kernel = kernels_class(plan.kernels).prefill_kernel(getattr(torch, plan.dtype), spec.head_dim, device)
+    return read_fingerprint(device, plan.kernels, prefill_kernel)

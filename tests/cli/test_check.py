@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from cli.check import CheckView
 from cli.quickstart_random import write_random_llama
@@ -15,7 +16,7 @@ from formats.plan import Plan
 from gplan.graphs.machine import read_fingerprint
 from gplan.models import read_headers, read_spec
 from tests.cli.command import gplan
-from tests.formats.plans import make_plan
+from tests.formats.plans import CUDA, make_plan
 
 replace = msgspec.structs.replace
 
@@ -110,3 +111,12 @@ def test_a_tokenizer_that_cannot_be_used_is_found_here(planned: Plan, checkpoint
     assert done.returncode == 1
     assert "no usable tokenizer" in done.stderr
     assert "no usable tokenizer" in msgspec.json.decode(done.stdout, type=CheckView).tokenizer_problem
+
+
+def test_a_plan_for_a_gpu_where_there_is_none(planned: Plan, checkpoint: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    write_plan(replace(planned, fingerprint=CUDA, kernels="flashinfer", dtype="bfloat16"), tmp_path / "p.gplan")
+    done = gplan("check", tmp_path / "p.gplan", "--checkpoint", checkpoint)
+    assert done.returncode == 3
+    assert "device: planned for cuda, found cpu" in done.stderr

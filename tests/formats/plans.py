@@ -78,6 +78,7 @@ CUDA = Fingerprint(
     triton="3.7.0",
     transformers="5.24.0",
     kernels_version="0.6.18",
+    prefill_kernel="fa3",
     python="3.11.7",
     os="Linux 6.8.0",
     clocks_mhz=1980,

@@ -66,6 +66,7 @@ MACHINE: list[tuple[str, Any, Grade, bool, str]] = [
         False,
         "kernels_version: planned for 0.6.18, found 0.6.19; the same major and minor version, which is enough",
     ),
+    ("prefill_kernel", "fa2", MUST, True, "prefill_kernel: planned for fa3, found fa2; must match"),
     ("device_count", 0, LEAST, True, "device_count: planned for 1, found 0; at least 1 are needed"),
     (
         "device_memory",
@@ -220,6 +221,7 @@ def test_all_differences_are_reported_at_once() -> None:
         "capability",
         "cuda",
         "kernels_version",
+        "prefill_kernel",
     }
 
 
@@ -243,6 +245,7 @@ def test_what_may_be_accepted_is_a_short_list() -> None:
         "torch",
         "cuda",
         "kernels_version",
+        "prefill_kernel",
         "device_count",
         "device_memory",
         "free_memory",

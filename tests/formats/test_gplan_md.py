@@ -82,9 +82,12 @@ def test_a_reader_written_from_the_page(value: plan.Plan) -> None:
     assert identify(found) == plan_id(decode(data))
 
 
+MATCHED = ("device", "device_name", "capability", "tp_size", "prefill_kernel")
+
+
 def identify(found: dict[str, Any]) -> str:
     """A plan id as the page states it, from the JSON alone."""
-    machine = {name: found["fingerprint"][name] for name in ("device", "device_name", "capability", "tp_size")}
+    machine = {name: found["fingerprint"][name] for name in MATCHED}
     for name in ("torch", "cuda", "kernels_version"):
         machine[name] = ".".join(found["fingerprint"][name].split(".")[:2])
     decisions = {

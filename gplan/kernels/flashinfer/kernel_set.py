@@ -16,6 +16,7 @@ from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rm
 from gplan.kernels.flashinfer.gemm_rules import choose
 from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
 from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
+from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
 from gplan.kernels.flashinfer.sampling import mask_tokens, penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
@@ -48,6 +49,10 @@ class FlashInferKernels(Kernels):
     @staticmethod
     def workspace_nbytes(shape: KernelShape) -> int:
         return Workspace.nbytes(shape)
+
+    @staticmethod
+    def prefill_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
+        return load_prefill_module(dtype, head_dim, device)[0]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if out is None:
