@@ -89,7 +89,11 @@ def _phase(plan: Plan, phase: PhasePlan, unit: str) -> Iterator[str]:
         if any(bucket.interpolated for bucket in phase.ladder):
             yield "~ read off its neighbours, not measured"
     if phase.request_slots:
-        yield f"{count(phase.request_slots, 'request slot')} in every graph"
+        which = "every graph" if phase.backend == "full" else "graphs of variant full"
+        yield f"{count(phase.request_slots, 'request slot')} in {which}"
+    for note in phase.variants:
+        sizes = ", ".join(map(str, note.sizes))
+        yield (f"variant {note.variant} at {sizes}: " if sizes else f"no variant {note.variant}: ") + note.reason
     if phase.padding_cap is not None:
         yield f"replayed only where padding adds at most {phase.padding_cap:.0%} of the rows"
     if phase.eager_sizes:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import click
 
 from cli.failure import Failure
-from formats.plan import Plan
+from formats.plan import DRAW_VARIANTS, Plan
 from gplan.errors import GplanError
 from gplan.planning.options import parse_buckets
 from gplan.units import TIB, parse_size
@@ -64,3 +64,15 @@ def read_buckets(context: click.Context, parameter: click.Parameter, value: str 
         return None if value is None else parse_buckets(value)
     except GplanError as error:
         raise click.BadParameter(f"{error.message}. {error.hint}", context, parameter) from None
+
+
+def read_variants(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """`greedy`, `sampled`, both with a comma between, or `none`."""
+    if value is None or value == "none":
+        return None if value is None else ()
+    names = tuple(sorted({name.strip() for name in value.split(",")}))
+    unknown = [name for name in names if name not in DRAW_VARIANTS]
+    if unknown:
+        known = ", ".join(DRAW_VARIANTS)
+        raise click.BadParameter(f"{unknown[0]!r} is no variant. Use {known}, or none.", context, parameter)
+    return names

@@ -12,7 +12,7 @@ import click
 
 from cli.config import config_option
 from cli.failure import say, say_next
-from cli.parameters import check_finite, check_size, read_buckets
+from cli.parameters import check_finite, check_size, read_buckets, read_variants
 from cli.progress import show_progress
 from cli.tokenizers import has_tokenizer, tokenizer_problem
 from cli.views import PlanView, view_plan
@@ -60,6 +60,18 @@ NOISY = 0.2
     "--decode-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in requests: 1,2,4,8 or 1-64:8."
 )
 @click.option("--prefill-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in tokens.")
+@click.option(
+    "--prefill-slots",
+    metavar="N",
+    type=AT_LEAST_ONE,
+    help="Capture prefill with its attention inside too, for steps of at most N requests. Where it pays, unless given.",
+)
+@click.option(
+    "--decode-variants",
+    metavar="NAMES",
+    callback=read_variants,
+    help="Decode graphs that choose the tokens: greedy, sampled, greedy,sampled or none. Where they pay, unless given.",
+)
 @click.option(
     "--startup-budget",
     "startup_budget_s",

@@ -197,6 +197,14 @@ class Costs(Record, frozen=True, kw_only=True):
     host_us: float = 0.0
 
 
+class VariantNote(Record, frozen=True, kw_only=True):
+    """What was found of a variant, and the sizes of the buckets that have it."""
+
+    variant: str
+    sizes: tuple[int, ...]
+    reason: str
+
+
 class Rejection(Record, frozen=True, kw_only=True):
     """A backend that was not chosen, and the reason with its figures."""
 
@@ -223,6 +231,7 @@ class PhasePlan(Record, frozen=True, kw_only=True):
         padding_cap: a batch is replayed only if bucket <= size * (1 + padding_cap), compared in rows.
         eager_sizes: sizes up to the maximum that run eagerly although a bucket covers them, as [first, last] ranges.
         other_sizes: times of sizes that are no bucket, ascending.
+        variants: what was found of variants, whether any bucket has them or not.
         predictions: how well times between measured sizes were foretold.
     """
 
@@ -237,6 +246,7 @@ class PhasePlan(Record, frozen=True, kw_only=True):
     other_sizes: tuple[SizeTiming, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     costs: Costs = Costs()
+    variants: tuple[VariantNote, ...] = ()
 
     @property
     def graph_us(self) -> dict[int, float]:

@@ -168,6 +168,7 @@ def _phase(phase: PhasePlan, name: str, maximum: int, maximum_path: str, plan: P
         yield f"{name}.max_size", f"{phase.max_size} is not {maximum_path} {maximum}"
     yield from _ladder(phase, name)
     yield from _variants(phase, name)
+    yield from _notes(phase, name)
     yield from _slots(phase, name, plan.limits.max_batch)
     yield from _eager_sizes(phase, f"{name}.eager_sizes")
     yield from _measured(phase, name, plan.limits.max_batch)
@@ -215,6 +216,13 @@ def _variants(phase: PhasePlan, name: str) -> Iterator[Problem]:
         elif bases.count(shape) != 1:
             found = "none" if shape not in bases else "more than one"
             yield path, f"of a bucket of {bucket.size} exactly one variant takes every batch; there is {found}"
+
+
+def _notes(phase: PhasePlan, name: str) -> Iterator[Problem]:
+    for index, note in enumerate(phase.variants):
+        found = tuple(b.size for b in phase.ladder if b.width == 1 and note.variant in b.variant.split("+"))
+        if note.sizes != found:
+            yield f"{name}.variants[{index}].sizes", f"{note.variant} is of {list(found)} on the ladder"
 
 
 def _may_have(phase: PhasePlan, variant: str) -> bool:

@@ -34,6 +34,11 @@ class PhaseSetup:
     eager_sizes: tuple[tuple[int, int], ...] = ()
 
     @property
+    def base_keys(self) -> tuple[ShapeKey, ...]:
+        """Of each size the key that takes every batch."""
+        return base_keys(self.keys)
+
+    @property
     def slot_limit(self) -> int:
         """Requests of a step at most for it to be replayed at all; 0 for no limit."""
         return self.request_slots if self.backend == "full" else 0

@@ -134,19 +134,22 @@ class Executor:
         return self.decode if phase is Phase.DECODE else self.prefill
 
     @torch.no_grad()
-    def launch(self, batch: Batch, mask: Callable[[], TokenMask | None] | None = None) -> Step:
+    def launch(
+        self, batch: Batch, mask: Callable[[], TokenMask | None] | None = None, *, verdict: Verdict | None = None
+    ) -> Step:
         """Starts a step.
 
         Args:
             mask: tokens that may follow, its rows being indices of the chunks that sample. Called when the forward pass
                 is on its way and before a token is drawn, so that it may collect earlier steps meanwhile.
+            verdict: how it runs, among the ways in which it may; as its runner says, unless given.
 
         Raises:
             GuardError: an address of the step's graph has moved; only where addresses are checked.
         """
         launched_at = time.perf_counter()
         runner = self.runner(batch.phase)
-        verdict = runner.can_run(batch)
+        verdict = verdict or runner.can_run(batch)
         if verdict.key is not None and self.check_addresses:
             self.guard.check(verdict.key)
         if batch.phase is Phase.DECODE:

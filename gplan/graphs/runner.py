@@ -79,6 +79,10 @@ class PhaseRunner(ABC):
         """The key that would be replayed, or the reason for running eagerly. Depends on the batch's sizes alone."""
         return self._admission.verdict(batch)
 
+    def verdict_at(self, size: int) -> Verdict:
+        """As `can_run`, of a batch of that size that no variant is made for."""
+        return self._admission.at(size)
+
     def execute(self, batch: Batch, verdict: Verdict | None = None) -> Tensor:
         """Runs a batch.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from formats.plan import BackendName, Bucket, Costs, Receipt, Timing
+from formats.plan import DRAW_VARIANTS, BackendName, Bucket, Costs, Receipt, Timing, is_base
 from gplan.core import Phase, ShapeKey
 from gplan.errors import FitError
 from gplan.graphs.admission import PhaseSetup
@@ -26,6 +26,7 @@ from gplan.graphs.assembly import (
 from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
+from gplan.graphs.variants import FULL
 from gplan.kernels.base import KernelShape
 from gplan.models import load_model
 from gplan.planning.backends import Trial
@@ -35,10 +36,8 @@ from gplan.planning.options import Progress
 from gplan.planning.profiler import Patience, Profiler
 from gplan.planning.resolve import Resolved
 from gplan.planning.stillness import still
+from gplan.planning.variants import Saving
 from gplan.units import format_size
-
-REQUEST_SLOTS = 16
-"""Requests of one prefill graph that holds its attention; steps with more run eagerly."""
 
 POOL_SHARE = 0.6
 """Of the memory left beside weights and buffers, what the measuring KV pool may take at most."""
@@ -80,7 +79,7 @@ class Bench:
         progress("warm up", 1, 1)
         with still(graphs, "while activations were measured"):
             self._peaks = self.profiler.activation_peak()
-        self._non_torch = 0
+        self._served_peak = self._non_torch = 0
 
     def trial(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> Trial:
         """Times one backend at a few sizes; `eager` captures nothing."""
@@ -91,6 +90,17 @@ class Bench:
         with self._captured({phase: setup, other.phase: other}) as (executor, _):
             profiler = self._profiler(executor)
             return Trial(backend, {key.size: profiler.replay(key) for key in setup.keys})
+
+    def savings(self, phase: Phase, backend: BackendName, sizes: Sequence[int], part: str) -> list[Saving]:
+        """Times a variant against the base of each size."""
+        keys = [(ShapeKey(phase, size), ShapeKey(phase, size, variant=part)) for size in sizes]
+        setup = replace(self.setup(phase, backend, ()), keys=tuple(sorted(key for pair in keys for key in pair)))
+        setup = replace(setup, request_slots=self.resolved.prefill_slots if part == FULL else setup.request_slots)
+        other = self._empty_setup(Phase.PREFILL if phase is Phase.DECODE else Phase.DECODE)
+        with self._captured({phase: setup, other.phase: other}) as (executor, _):
+            profiler = self._profiler(executor)
+            compare = profiler.base_and_draw if part in DRAW_VARIANTS else profiler.base_and_special
+            return [Saving(base.size, part, *compare(base, special)) for base, special in keys]
 
     def measure(
         self,
@@ -104,14 +114,14 @@ class Bench:
 
         Args:
             eager: eager times of each phase, for one that captures nothing.
-            known: holds times of all keys, which are not timed again.
+            known: keys that it holds times of are not timed again.
             prove: whether to compare with eager; what is served has to be.
         """
         with self._captured(setups) as (executor, captured):
             profiler, buckets, receipts = self._profiler(executor), {}, []
             for index, entry in enumerate(captured):
                 self._progress("measure", index, len(captured))
-                if known is None:
+                if known is None or entry.key not in known.buckets:
                     buckets[entry.key] = profiler.bucket(entry)
                 else:
                     buckets[entry.key] = _captured_again(known.buckets[entry.key], entry)
@@ -119,6 +129,7 @@ class Bench:
                     receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
             self._progress("measure", len(captured), len(captured))
             costs = _costs(profiler, buckets, eager) if known is None else known.costs
+            self._served_peak = profiler.served_peak()
             # Graphs themselves take device memory outside the allocator, so this is read while they are there.
             self._non_torch = executor.device.memory().non_torch
         return Measured(captured, buckets, costs, tuple(reversed(receipts)))
@@ -144,7 +155,7 @@ class Bench:
         """Every ledger row but the KV pool's and the headroom, with how its figure came about."""
         resolved, peaks = self.resolved, self._peaks
         shape = self._shape(most_useful_pages(resolved.limits))
-        decode, prefill = peaks[Phase.DECODE], peaks[Phase.PREFILL]
+        forwards = max(peaks.values())
         return Needs(
             rows={
                 "weights": (self._model.nbytes, "bytes of the loaded tensors"),
@@ -152,13 +163,14 @@ class Bench:
                 "workspace": (workspace_nbytes(resolved.kernels, shape), f"asked of the {resolved.kernels} kernels"),
                 "static_buffers": (static_nbytes(shape), "sum of the buffers' sizes"),
                 "activation_reserve": (
-                    max(decode, prefill),
-                    f"eager peaks: {format_size(decode)} at {resolved.limits.max_batch} requests, "
-                    f"{format_size(prefill)} at {resolved.limits.chunk} tokens, both with all of sampling",
+                    self._served_peak,
+                    "what served steps take outside graphs, all of sampling included; "
+                    f"{format_size(forwards)} if every size ran eagerly",
                 ),
                 "graph_pool_decode": (measured.pool_bytes(Phase.DECODE), "growth of the graph pool while capturing"),
                 "graph_pool_prefill": (measured.pool_bytes(Phase.PREFILL), "growth of the graph pool while capturing"),
-            }
+            },
+            comparison=max(0, forwards - self._served_peak),
         )
 
     def setup(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> PhaseSetup:
@@ -168,7 +180,7 @@ class Bench:
             self._empty_setup(phase),
             backend=backend,
             keys=tuple(ShapeKey(phase, size) for size in sizes),
-            request_slots=min(REQUEST_SLOTS, self.resolved.limits.max_batch) if whole_prefill else 0,
+            request_slots=self.resolved.prefill_slots if whole_prefill else 0,
         )
 
     def _empty_setup(self, phase: Phase) -> PhaseSetup:
@@ -222,7 +234,8 @@ def _costs(
 ) -> dict[Phase, Costs]:
     found = {}
     for phase in Phase:
-        replays = {key.size: b.graph.median_us for key, b in buckets.items() if key.phase is phase and b.graph}
+        bases = {key: b for key, b in buckets.items() if key.phase is phase and is_base(key.variant)}
+        replays = {key.size: b.graph.median_us for key, b in bases.items() if b.graph}
         forward_us = replays or {size: timing.median_us for size, timing in eager[phase].items()}
         found[phase] = measure_costs(profiler, phase, forward_us)
     return found

@@ -15,9 +15,15 @@ MIN_HEADROOM = 16 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Bytes that do not depend on the size of the KV pool, and a sentence on how each figure came about."""
+    """Bytes that do not depend on the size of the KV pool, and a sentence on how each figure came about.
+
+    Attributes:
+        comparison: what comparing graphs with eager forwards takes beyond the rows, before anything is served: headroom
+            has room for it.
+    """
 
     rows: dict[str, tuple[int, str]]
+    comparison: int = 0
 
     def total(self) -> int:
         return sum(nbytes for nbytes, _ in self.rows.values())
@@ -49,7 +55,7 @@ def fill_ledger(memory_bytes: int, needs: Needs, layout: KVLayout, limits: Limit
     Raises:
         FitError: names the first row that no longer fits, or the KV pool when it cannot hold one request.
     """
-    headroom = max(MIN_HEADROOM, int(memory_bytes * HEADROOM_FRACTION))
+    headroom = max(MIN_HEADROOM, int(memory_bytes * HEADROOM_FRACTION), needs.comparison)
     left = memory_bytes - headroom
     for name, (nbytes, _) in needs.rows.items():
         if nbytes > left:

@@ -36,6 +36,8 @@ class PlanOptions:
         memory: a size as `gplan.units` reads it; a percentage is of the device's memory.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16` or `float16`.
+        prefill_slots: requests of a prefill graph that holds its attention; such graphs are captured if it is given.
+        decode_variants: of `greedy` and `sampled`, to be captured at every size; empty for none.
         startup_budget_s: seconds that capturing may take when the plan is served.
         hash_contents: digest the tensor files' bytes, not only their headers.
     """
@@ -55,6 +57,8 @@ class PlanOptions:
     prefill_backend: str | None = None
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    prefill_slots: int | None = None
+    decode_variants: tuple[str, ...] | None = None
     startup_budget_s: float | None = None
     hash_contents: bool = False
 

@@ -27,6 +27,8 @@ from gplan.planning.resolve import Resolved, resolve
 from gplan.planning.rules import Facts, candidates, rejections
 from gplan.planning.solving import Outcome, PhaseDecision, PhaseOutcome, budget, settle
 from gplan.planning.traffic import read_traffic
+from gplan.planning.trying import draws, whole
+from gplan.planning.variants import with_pairs
 from gplan.scheduling.times import rows_us
 from gplan.units import format_size
 
@@ -56,7 +58,7 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
     fingerprint = read_fingerprint(resolved.device, resolved.kernels, prefill_kernel)
     bench = Bench(resolved, patience or Patience(), progress)
     locked = {Phase.DECODE: options.decode_buckets is not None, Phase.PREFILL: options.prefill_buckets is not None}
-    decisions = {phase: _decide(bench, phase, ladders[phase], locked[phase], choices) for phase in Phase}
+    decisions = {phase: _decide(bench, phase, ladders[phase], locked[phase], options, choices) for phase in Phase}
     outcome = settle(bench, decisions, traffic, options.startup_budget_s, choices)
     memory = budget(bench, outcome.measured)
     page = format_size(bench.layout.bytes_per_page)
@@ -99,8 +101,11 @@ def _ladder(phase: Phase, options: PlanOptions, resolved: Resolved, choices: Cho
     return ladder
 
 
-def _decide(bench: Bench, phase: Phase, ladder: Sequence[int], is_locked: bool, choices: Choices) -> PhaseDecision:
-    """Chooses the backend of a phase by measuring the candidates, unless the user fixed one."""
+def _decide(
+    bench: Bench, phase: Phase, ladder: Sequence[int], is_locked: bool, options: PlanOptions, choices: Choices
+) -> PhaseDecision:
+    """Chooses the backend of a phase, and what variants its buckets have, by measuring the candidates, unless the user
+    fixed them."""
     resolved, field = bench.resolved, f"{phase}.backend"
     fixed = resolved.decode_backend if phase is Phase.DECODE else resolved.prefill_backend
     facts = Facts(device=resolved.device.type, kernels=resolved.kernels, dtype=str(resolved.dtype))
@@ -120,7 +125,9 @@ def _decide(bench: Bench, phase: Phase, ladder: Sequence[int], is_locked: bool, 
         choices.measured(field, verdict.backend, verdict.reason)
         backend, rejected = verdict.backend, verdict.rejected
     setup = bench.setup(phase, backend, () if backend == "eager" else ladder)
-    return PhaseDecision(setup, (*rejected, *rejections(phase, facts)), eager.times, is_locked)
+    pairs = draws(bench, setup, options, choices) if phase is Phase.DECODE else whole(bench, setup, options, choices)
+    setup = with_pairs(setup, pairs, resolved.prefill_slots)
+    return PhaseDecision(setup, (*rejected, *rejections(phase, facts)), eager.times, is_locked, pairs)
 
 
 def _probes(ladder: Sequence[int]) -> tuple[int, ...]:
@@ -145,6 +152,7 @@ def _phase_plan(found: PhaseOutcome, outcome: Outcome, limits: Limits) -> PhaseP
         other_sizes=found.other_sizes,
         predictions=found.predictions,
         costs=measured.costs[setup.phase],
+        variants=found.decision.pairs.notes(setup.keys),
     )
     rows = rows_us(setup.phase, plan.costs, setup.max_size, limits.max_len)
-    return msgspec.structs.replace(plan, eager_sizes=cheaper_eagerly(ladder, plan.eager_us, rows))
+    return msgspec.structs.replace(plan, eager_sizes=cheaper_eagerly(plan.base_ladder, plan.eager_us, rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,10 +18,16 @@ from gplan.graphs.admission import Verdict
 from gplan.graphs.assembly import Captured
 from gplan.graphs.capture.base import GraphDevice
 from gplan.graphs.executor import Executor, Step
-from gplan.graphs.synthetic import EVERYTHING, BatchMaker
+from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, BatchMaker
+from gplan.graphs.variants import SAMPLED, draw_of
 
 MAX_CONTEXT = 1024
 """Tokens each request has behind it when decode is timed, where the maximum length allows."""
+
+LEAST_STEPS, MOST_STEPS = 4, 16
+"""Served steps that follow each other, timed together."""
+
+FORWARDS_A_TURN = 3
 
 EAGER = Verdict(None, "measured eagerly")
 
@@ -44,8 +50,13 @@ def time_call(device: GraphDevice, fn: Callable[[], object], patience: Patience)
     affordable = int(patience.seconds * 1e6 / max(first, 1.0))
     runs = min(patience.max_runs, max(patience.min_runs, affordable))
     samples = [first, *device.time_us(fn, runs - 1)] if affordable == 0 else device.time_us(fn, runs)
+    return timing_of(samples)
+
+
+def timing_of(samples: Sequence[float]) -> Timing:
+    """Median and spread of at least two times."""
     quartiles = statistics.quantiles(samples, n=4)
-    return Timing(median_us=statistics.median(samples), spread_us=quartiles[2] - quartiles[0], runs=runs)
+    return Timing(median_us=statistics.median(samples), spread_us=quartiles[2] - quartiles[0], runs=len(samples))
 
 
 class Profiler:
@@ -56,6 +67,7 @@ class Profiler:
         self.executor, self.limits, self.patience = executor, parts.limits, patience
         self.batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
         self.context = min(MAX_CONTEXT, parts.limits.max_len - 1)
+        self._eager: dict[tuple[Phase, int], Timing] = {}
 
     def batch(self, phase: Phase, size: int) -> Batch:
         """The batch that is timed: decode at the stated context, prefill from nothing."""
@@ -75,6 +87,21 @@ class Profiler:
         sampling."""
         return {batch.phase: self.executor.device.measure_peak(partial(self._step, batch)) for batch in self._largest()}
 
+    @torch.no_grad()
+    def served_peak(self) -> int:
+        """Most bytes outside graphs that a step takes as it is served: the largest steps, and the largest that run
+        eagerly, all with all of sampling."""
+        batches = [*self._largest(), *self._largest_eager()]
+        return max(self.executor.device.measure_peak(partial(self._step, batch)) for batch in batches)
+
+    def _largest_eager(self) -> Iterator[Batch]:
+        for runner in (self.executor.decode, self.executor.prefill):
+            sizes = [n for n in range(1, runner.setup.max_size + 1) if runner.verdict_at(n).key is None]
+            if sizes and runner.phase is Phase.DECODE:
+                yield self.batches.decode(sizes[-1], self.context, EVERYTHING)
+            elif sizes:
+                yield self.batches.ragged(sizes[-1], min(sizes[-1], self.limits.max_batch), params=EVERYTHING)
+
     def _step(self, batch: Batch) -> None:
         self.executor.collect(self.executor.launch(batch))
 
@@ -93,11 +120,17 @@ class Profiler:
             width=key.width,
             variant=key.variant,
             graph=self.replay(key),
-            eager=self.eager(key.phase, key.size),
+            eager=self._eager_once(key.phase, key.size),
             graph_bytes=captured.pool_bytes,
             capture_ms=captured.capture_ms,
-            num_segments=runner.backend.num_segments(key),
+            num_segments=runner.backend_of(key).num_segments(key),
         )
+
+    def _eager_once(self, phase: Phase, size: int) -> Timing:
+        """Variants of a bucket have one eager time."""
+        if (phase, size) not in self._eager:
+            self._eager[phase, size] = self.eager(phase, size)
+        return self._eager[phase, size]
 
     def eager(self, phase: Phase, size: int) -> Timing:
         """Times an eager step of `size`, without padding."""
@@ -105,7 +138,10 @@ class Profiler:
 
     def replay(self, key: ShapeKey) -> Timing:
         """Times a replay of `key`."""
-        return self.forward(self.batch(key.phase, key.size), Verdict(key))
+        batch = self.batch(key.phase, key.size)
+        if draw_of(key) == SAMPLED:
+            batch = self.batches.decode(key.size, self.context, DRAWN)
+        return self.forward(batch, Verdict(key))
 
     @torch.no_grad()
     def forward(self, batch: Batch, verdict: Verdict | None = None) -> Timing:
@@ -127,6 +163,50 @@ class Profiler:
     def latency_us(self, batch: Batch) -> float:
         """Microseconds from launching a step on an idle device to its result."""
         return statistics.median(self._gaps(batch, lag=0))
+
+    @torch.no_grad()
+    def base_and_draw(self, base: ShapeKey, special: ShapeKey) -> tuple[Timing, Timing]:
+        """Times a served decode step, result included, drawn outside the graph of `base` and in that of `special`: in
+        turns, over steps that follow each other."""
+        params = DRAWN if draw_of(special) == SAMPLED else GREEDY
+        first_us = self.latency_us(self.batches.decode(base.size, self.context, params))
+        steps = min(MOST_STEPS, max(LEAST_STEPS, int(self.patience.seconds * 1e6 / first_us)))
+        context = max(0, min(self.context, self.limits.max_len - steps))
+        run = self.batches.decode_run(base.size, context, min(steps, self.limits.max_len - context), params)
+        one, other = Verdict(base), Verdict(special)
+        return self._in_turns(lambda: self._served_us(run, one), lambda: self._served_us(run, other))
+
+    @torch.no_grad()
+    def base_and_special(self, base: ShapeKey, special: ShapeKey) -> tuple[Timing, Timing]:
+        """Times the forward of one batch replayed from either key: in turns."""
+        batch, device = self.batch(base.phase, base.size), self.executor.device
+        runner = self.executor.runner(base.phase)
+
+        def forward_us(key: ShapeKey) -> float:
+            return statistics.median(device.time_us(lambda: runner.execute(batch, Verdict(key)), FORWARDS_A_TURN))
+
+        return self._in_turns(lambda: forward_us(base), lambda: forward_us(special))
+
+    def _in_turns(self, one: Callable[[], float], other: Callable[[], float]) -> tuple[Timing, Timing]:
+        one(), other()
+        pairs: list[tuple[float, float]] = []
+        started = time.perf_counter()
+        while len(pairs) < 2 or not self.patience.is_over(len(pairs), time.perf_counter() - started):
+            pairs.append((one(), other()))
+        first, second = zip(*pairs, strict=True)
+        return timing_of(first), timing_of(second)
+
+    def _served_us(self, run: Sequence[Batch], verdict: Verdict) -> float:
+        """Of each of some steps that follow each other, launched as the engine does."""
+        under_way: deque[Step] = deque()
+        started = time.perf_counter()
+        for batch in run:
+            under_way.append(self.executor.launch(batch, verdict=verdict))
+            if len(under_way) > self.executor.result_lag:
+                self.executor.collect(under_way.popleft())
+        while under_way:
+            self.executor.collect(under_way.popleft())
+        return (time.perf_counter() - started) * 1e6 / len(run)
 
     def _gaps(self, batch: Batch, lag: int) -> list[float]:
         under_way: deque[Step] = deque()

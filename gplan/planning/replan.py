@@ -7,12 +7,12 @@ takes was not measured. Whatever would have to be measured is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from formats.plan import Choice, PhasePlan, Plan, Regret, bucket_key, plan_id
+from formats.plan import DRAW_VARIANTS, Bucket, Choice, PhasePlan, Plan, Regret, bucket_key, is_base, plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import PhaseSetup
@@ -29,6 +29,7 @@ from gplan.planning.traffic import (
     steps_of,
     workload_of,
 )
+from gplan.planning.variants import Candidate, steps_by_bucket, worth_capturing
 from gplan.units import parse_size
 
 Steps = tuple[tuple[int, int], ...]
@@ -105,6 +106,8 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
         "--prefill-backend": (options.prefill_backend, old.prefill.backend),
         "--decode-buckets": (_with_maximum(options.decode_buckets, old.decode), _sizes(old.decode)),
         "--prefill-buckets": (_with_maximum(options.prefill_buckets, old.prefill), _sizes(old.prefill)),
+        "--prefill-slots": (options.prefill_slots, old.prefill.request_slots),
+        "--decode-variants": (options.decode_variants, _draws(old.decode)),
         "--hash-contents": (options.hash_contents or None, bool(old.model.content_digest)),
     }
     for name, (value, planned) in asked.items():
@@ -117,6 +120,10 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
 
 def _sizes(phase: PhasePlan) -> str:
     return format_buckets(tuple(sorted({bucket.size for bucket in phase.ladder})))
+
+
+def _draws(decode: PhasePlan) -> tuple[str, ...]:
+    return tuple(note.variant for note in decode.variants if note.sizes and note.variant in DRAW_VARIANTS)
 
 
 def _with_maximum(asked: tuple[int, ...] | None, phase: PhasePlan) -> str | None:
@@ -152,7 +159,10 @@ def _solve(
     # Memory stays divided as it is, so a graph's bytes have no price.
     solution = best_ladder(figures[phase], steps, budget_ms, byte_price_us=0.0)
     chosen = frozenset(solution.ladder)
-    ladder = tuple(bucket for bucket in before.ladder if bucket.size in chosen)
+    room_ms = None if budget_ms is None else budget_ms - solution.capture_ms
+    special = _variants(before, chosen, steps, room_ms)
+    kept = [bucket for bucket in before.ladder if bucket.size in chosen]
+    ladder = tuple(bucket for bucket in kept if is_base(bucket.variant) or (bucket.size, bucket.variant) in special)
     reason = (
         f"{len(solution.ladder)} of the {len(figures[phase].buckets)} sizes that plan {plan_id(old)} measured, "
         f"{solution.regret:.2%} above having all of them"
@@ -161,10 +171,31 @@ def _solve(
     changed = msgspec.structs.replace(
         before,
         ladder=ladder,
+        request_slots=before.request_slots if before.slot_limit or _have(ladder, "full") else 0,
+        variants=tuple(msgspec.structs.replace(n, sizes=_have(ladder, n.variant)) for n in before.variants),
         eager_sizes=cheaper_eagerly(plain, before.eager_us, figures[phase].rows_us),
         other_sizes=other_sizes(figures[phase].buckets, chosen, before.other_sizes),
     )
     return _Solved(changed, reason)
+
+
+def _variants(
+    before: PhasePlan, chosen: frozenset[int], steps: Steps, room_ms: float | None
+) -> frozenset[tuple[int, str]]:
+    """Variants of the chosen sizes: all, or where capture time is short those that take most steps."""
+    setup = PhaseSetup.from_plan(before)
+    taken = steps_by_bucket(replace(setup, keys=tuple(key for key in setup.keys if key.size in chosen)), steps)
+    candidates = [
+        Candidate(b.size, b.variant, float(taken[b.size]), b.capture_ms)
+        for b in before.ladder
+        if b.size in chosen and not is_base(b.variant)
+    ]
+    kept = candidates if room_ms is None else worth_capturing(candidates, room_ms)
+    return frozenset((each.size, each.part) for each in kept)
+
+
+def _have(ladder: Sequence[Bucket], part: str) -> tuple[int, ...]:
+    return tuple(bucket.size for bucket in ladder if part in bucket.variant.split("+"))
 
 
 def _share(phase: Phase, figures: Mapping[Phase, PhaseFigures]) -> float:

@@ -23,6 +23,8 @@ DEFAULT_CHUNK = {"cpu": 256, "cuda": 2048}
 DEFAULT_MEMORY = {"cpu": "50%", "cuda": "90%"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "piecewise", "eager")
+LEAST_SLOTS, TOKENS_PER_SLOT = 8, 128
+"""Request slots of a prefill graph: one for so many tokens of the chunk, but not fewer than a few."""
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -40,6 +42,7 @@ class Resolved:
     limits: Limits
     decode_backend: BackendName | None
     prefill_backend: BackendName | None
+    prefill_slots: int
     choices: tuple[Choice, ...]
 
 
@@ -55,6 +58,7 @@ def resolve(options: PlanOptions) -> Resolved:
     spec = read_spec(options.checkpoint, headers, options.max_len)
     dtype = _dtype(options, spec, choices)
     kernels = _kernels(options, spec, device, dtype, choices)
+    limits = _limits(options, spec, device, choices)
     return Resolved(
         checkpoint=options.checkpoint,
         headers=headers,
@@ -63,9 +67,10 @@ def resolve(options: PlanOptions) -> Resolved:
         device=device,
         dtype=dtype,
         kernels=kernels,
-        limits=_limits(options, spec, device, choices),
+        limits=limits,
         decode_backend=_backend("decode", options.decode_backend, options.decode_buckets),
         prefill_backend=_backend("prefill", options.prefill_backend, options.prefill_buckets),
+        prefill_slots=_slots(options, limits),
         choices=choices.entries,
     )
 
@@ -209,6 +214,23 @@ def _memory(options: PlanOptions, device: torch.device, choices: Choices) -> int
     else:
         choices.lock("limits.memory_bytes", nbytes, "--memory")
     return nbytes
+
+
+def _slots(options: PlanOptions, limits: Limits) -> int:
+    """Request slots of a prefill graph that holds its attention: the larger the step, the more prompts share it."""
+    if options.prefill_slots is None:
+        return min(limits.max_batch, max(LEAST_SLOTS, limits.chunk // TOKENS_PER_SLOT))
+    if not 1 <= options.prefill_slots <= limits.max_batch:
+        raise GplanError(
+            f"--prefill-slots {options.prefill_slots}: a step has 1 to {limits.max_batch} requests",
+            f"Use --prefill-slots {limits.max_batch} or less.",
+        )
+    if options.prefill_backend == "eager":
+        raise GplanError(
+            f"--prefill-slots {options.prefill_slots}: --prefill-backend eager captures nothing",
+            "Leave out one of the two.",
+        )
+    return options.prefill_slots
 
 
 def _backend(phase: str, given: str | None, buckets: tuple[int, ...] | None) -> BackendName | None:

@@ -53,9 +53,10 @@ RULES: tuple[Rule, ...] = (
 
 CANDIDATES: dict[Phase, tuple[BackendName, ...]] = {
     Phase.DECODE: ("full",),
-    Phase.PREFILL: ("breakable", "full"),
+    Phase.PREFILL: ("breakable",),
 }
-"""Graph backends measured where the user fixed none. Decode varies in requests alone: nothing is gained by cutting."""
+"""Graph backends measured where the user fixed none. Decode varies in requests alone: nothing is gained by cutting.
+Prefill with its attention inside takes some batches only: it is a variant of buckets, not a backend of its own."""
 
 
 def candidates(phase: Phase, locked: BackendName | None, facts: Facts) -> tuple[BackendName, ...]:

@@ -36,6 +36,16 @@ from gplan.planning.traffic import (
     steps_of,
     workload_of,
 )
+from gplan.planning.variants import (
+    NONE,
+    Candidate,
+    Pairs,
+    restricted,
+    share_of,
+    steps_by_bucket,
+    with_pairs,
+    worth_capturing,
+)
 from gplan.scheduling.report import SimulationReport
 
 HELD_OUT_SIZES = {"cpu": 1, "cuda": 3}
@@ -55,12 +65,14 @@ class PhaseDecision:
     Attributes:
         eager: eager times at the sizes where backends were compared.
         is_locked: the user fixed the ladder.
+        pairs: variants of buckets, and what they save.
     """
 
     setup: PhaseSetup
     rejected: tuple[Rejection, ...]
     eager: Mapping[int, Timing]
     is_locked: bool
+    pairs: Pairs = NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +122,10 @@ def settle(
             solved[phase], predictions[phase] = decision, ()
             continue
         figures[phase], predictions[phase] = _refined(bench, figures[phase], steps[phase], limits_ms[phase], price)
-        solved[phase] = _solved(decision, figures[phase], steps[phase], limits_ms[phase], price, choices)
-    known = Measured((), {key: b for f in figures.values() for key, b in _by_key(f)}, measured.costs, ())
+        terms = _Terms(steps[phase], limits_ms[phase], price)
+        solved[phase] = _solved(decision, figures[phase], measured, terms, bench.resolved.prefill_slots, choices)
+    buckets = {**measured.buckets, **{key: bucket for f in figures.values() for key, bucket in _by_key(f)}}
+    known = Measured((), buckets, measured.costs, ())
     final = _measure(bench, solved, known)
     judged = {phase: replace(figures[phase], setup=_served(figures[phase], solved[phase], final)) for phase in Phase}
     phases = {phase: _outcome(solved[phase], figures[phase].buckets, predictions[phase]) for phase in Phase}
@@ -129,7 +143,7 @@ def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
     count = HELD_OUT_SIZES[bench.resolved.device.type]
     others: dict[Phase, tuple[Bucket, ...]] = {}
     for phase, decision in decisions.items():
-        ladder = [key.size for key in decision.setup.keys]
+        ladder = [key.size for key in decision.setup.base_keys]
         gaps = Curve(tuple((size, 0.0) for size in ladder)).widest_gaps(count) if ladder else []
         others[phase] = bench.sample(decision.setup, gaps) if gaps else ()
         if ladder and not decision.is_locked:
@@ -243,21 +257,47 @@ def _refined(
     return replace(figures, buckets=tuple(found[size] for size in sorted(found))), predictions
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What a phase is solved under: the traffic's steps, milliseconds for capturing, and the price of a byte."""
+
+    steps: Steps
+    limit_ms: float | None
+    price: float
+
+
 def _solved(
     decision: PhaseDecision,
     figures: PhaseFigures,
-    steps: Steps,
-    limit_ms: float | None,
-    price: float,
+    measured: Measured,
+    terms: _Terms,
+    slots: int,
     choices: Choices,
 ) -> PhaseDecision:
-    """The best ladder among the measured sizes."""
-    setup = decision.setup
-    solution = best_ladder(figures, steps, limit_ms, price)
-    reason = _reason(solution, len(figures.buckets), limit_ms)
-    choices.measured(f"{setup.phase}.ladder", format_buckets(solution.ladder), reason)
-    kept = tuple(ShapeKey(setup.phase, size) for size in solution.ladder)
-    return replace(decision, setup=replace(setup, keys=kept))
+    """The best ladder among the measured sizes, and the variants of its buckets that pay beside it."""
+    solution = best_ladder(figures, terms.steps, terms.limit_ms, terms.price)
+    reason = _reason(solution, len(figures.buckets), terms.limit_ms)
+    choices.measured(f"{decision.setup.phase}.ladder", format_buckets(solution.ladder), reason)
+    kept = tuple(ShapeKey(decision.setup.phase, size) for size in solution.ladder)
+    setup = replace(decision.setup, keys=kept, eager_sizes=solution.eager_sizes)
+    pairs = decision.pairs
+    if not pairs.is_locked:
+        candidates = _candidates(setup, pairs, measured, terms)
+        room_ms = None if terms.limit_ms is None else terms.limit_ms - solution.capture_ms
+        pairs = restricted(pairs, worth_capturing(candidates, room_ms), candidates)
+    setup = with_pairs(replace(setup, eager_sizes=decision.setup.eager_sizes), pairs, slots)
+    return replace(decision, setup=setup, pairs=pairs)
+
+
+def _candidates(setup: PhaseSetup, pairs: Pairs, measured: Measured, terms: _Terms) -> list[Candidate]:
+    """The pairs whose buckets are on the ladder, with what they gain under the traffic."""
+    taken, found = steps_by_bucket(setup, terms.steps), []
+    for (size, part), saved_us in pairs.saved_us.items():
+        bucket = measured.buckets[ShapeKey(setup.phase, size, variant=part)]
+        gain = taken.get(size, 0) * share_of(part) * saved_us - terms.price * bucket.graph_bytes
+        if size in taken:
+            found.append(Candidate(size, part, gain, bucket.capture_ms))
+    return found
 
 
 def _reason(solution: Solution, num_measured: int, limit_ms: float | None) -> str:
@@ -281,7 +321,7 @@ def _measure(bench: Bench, decisions: Decisions, known: Measured | None = None, 
 
 def _figures(bench: Bench, decision: PhaseDecision, measured: Measured) -> PhaseFigures:
     setup, costs = decision.setup, measured.costs[decision.setup.phase]
-    buckets = tuple(measured.buckets[key] for key in setup.keys)
+    buckets = tuple(measured.buckets[key] for key in setup.base_keys)
     eager = {size: timing.median_us for size, timing in decision.eager.items()}
     figures = PhaseFigures(setup, buckets, eager, costs, bench.resolved.limits)
     return replace(figures, setup=_served(figures, decision, measured))
@@ -289,7 +329,7 @@ def _figures(bench: Bench, decision: PhaseDecision, measured: Measured) -> Phase
 
 def _served(figures: PhaseFigures, decision: PhaseDecision, measured: Measured) -> PhaseSetup:
     """The setup with the sizes that its ladder leaves to eager execution."""
-    ladder = [measured.buckets[key] for key in decision.setup.keys]
+    ladder = [measured.buckets[key] for key in decision.setup.base_keys]
     return replace(decision.setup, eager_sizes=cheaper_eagerly(ladder, figures.eager_us, figures.rows_us))
 
 
@@ -299,5 +339,5 @@ def _by_key(figures: PhaseFigures) -> list[tuple[ShapeKey, Bucket]]:
 
 def _outcome(decision: PhaseDecision, buckets: Sequence[Bucket], predictions: tuple[Prediction, ...]) -> PhaseOutcome:
     compared = [SizeTiming(size=size, eager=timing) for size, timing in decision.eager.items()]
-    ladder = [key.size for key in decision.setup.keys]
+    ladder = [key.size for key in decision.setup.base_keys]
     return PhaseOutcome(decision, other_sizes(buckets, ladder, compared), predictions)

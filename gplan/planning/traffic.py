@@ -77,7 +77,7 @@ class PhaseFigures:
         setup = self.setup
         return phase_times(
             setup.max_size,
-            [key.size for key in setup.keys],
+            [key.size for key in setup.base_keys],
             self.graph_us,
             self.eager_us,
             padding_cap=setup.padding_cap,
@@ -183,7 +183,7 @@ def byte_price(
 def regrets(figures: PhaseFigures, steps: Steps, workload: str) -> list[Regret]:
     """The regret of the chosen ladder and of other engines' ladders, under the same times and traffic."""
     setup, maximum = figures.setup, figures.setup.max_size
-    own = [key.size for key in setup.keys]
+    own = [key.size for key in setup.base_keys]
     ladders = {"gplan": own} | {name: list(named_ladder(name, setup.phase, maximum)) for name in NAMED_LADDERS}
     graph_us, eager_us = _over(figures.graph_us, maximum), _over(figures.eager_us, maximum)
     rows, found = np.asarray(figures.rows_us), []

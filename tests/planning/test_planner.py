@@ -25,6 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan_of(checkpoint: Path, **options: object) -> Plan:
     values: dict[str, object] = {"max_batch": 4, "max_len": 96, "chunk": 24, "memory": "1GiB", "device": "cpu"}
+    values["decode_variants"] = ()
     return make_plan(PlanOptions(checkpoint=str(checkpoint), **{**values, **options}), _silent, QUICK)
 
 

@@ -113,7 +113,8 @@ def test_every_option_is_looked_at() -> None:
     used = {"workload", "startup_budget_s", "checkpoint"}
     checked = {
         "max_batch", "max_len", "chunk", "page_size", "memory", "device", "dtype", "kernels", "decode_backend",
-        "prefill_backend", "decode_buckets", "prefill_buckets", "hash_contents", "prefix_cache",
+        "prefill_backend", "decode_buckets", "prefill_buckets", "prefill_slots", "decode_variants",
+        "hash_contents", "prefix_cache",
     }  # fmt: skip
     assert set(PlanOptions.__dataclass_fields__) == used | checked
 

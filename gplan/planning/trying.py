@@ -1,0 +1,77 @@
+"""Variants tried on the bench: which pairs save enough to be captured, unless the user says so."""
+
+from __future__ import annotations
+
+from formats.plan import DRAW_VARIANTS
+from gplan.core import Phase
+from gplan.errors import UnsupportedError
+from gplan.graphs.admission import PhaseSetup
+from gplan.graphs.variants import FULL
+from gplan.planning.bench import Bench
+from gplan.planning.choices import Choices
+from gplan.planning.options import PlanOptions
+from gplan.planning.rules import Facts, broken_rule
+from gplan.planning.variants import NONE, Pairs, found, together
+
+CUT = ("breakable", "piecewise")
+"""Backends of prefill whose attention runs between graphs."""
+
+
+def draws(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choices) -> Pairs:
+    """Decode graphs that choose the tokens. At the smallest size they save most: where they do not save enough there,
+    larger ones are not tried.
+
+    Raises:
+        UnsupportedError: asked for where decode is not captured whole.
+    """
+    asked = options.decode_variants
+    if asked:
+        if setup.backend != "full":
+            raise UnsupportedError(
+                f"--decode-variants {','.join(asked)}: decode is {setup.backend}, and only a whole graph can draw",
+                "Leave it out, or ask for --decode-backend full.",
+            )
+        choices.lock("decode.variants", ",".join(asked), "--decode-variants")
+        return Pairs({}, dict.fromkeys(asked, "--decode-variants was given"), is_locked=True)
+    if asked is not None:
+        choices.lock("decode.variants", "none", "--decode-variants")
+    if asked is not None or setup.backend != "full":
+        return NONE
+    first, *others = (key.size for key in setup.base_keys)
+    pairs = []
+    for part in DRAW_VARIANTS:
+        savings = bench.savings(Phase.DECODE, "full", [first], part)
+        if savings[0].is_worth_it and others:
+            savings += bench.savings(Phase.DECODE, "full", others, part)
+        pairs.append(found(part, savings, "a served step"))
+    return together(*pairs)
+
+
+def whole(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choices) -> Pairs:
+    """Prefill graphs that hold their attention, beside graphs cut at it; not tried where the user fixed the backend.
+
+    Raises:
+        UnsupportedError: asked for where a rule forbids them, or nothing is captured.
+    """
+    resolved = bench.resolved
+    facts = Facts(device=resolved.device.type, kernels=resolved.kernels, dtype=str(resolved.dtype))
+    rule = broken_rule(Phase.PREFILL, "full", facts)
+    if options.prefill_slots is not None:
+        _refuse_slots(options.prefill_slots, setup, None if rule is None else f"{rule.reason} (rule {rule.name})")
+        choices.lock("prefill.request_slots", options.prefill_slots, "--prefill-slots")
+        return NONE if setup.backend == "full" else Pairs({}, {FULL: "--prefill-slots was given"}, is_locked=True)
+    if rule is not None or setup.backend not in CUT or resolved.prefill_backend is not None:
+        return NONE
+    sizes = [key.size for key in setup.base_keys]
+    tried = sizes if resolved.device.type == "cuda" else sorted({sizes[0], sizes[len(sizes) // 2]})
+    savings = bench.savings(Phase.PREFILL, setup.backend, tried, FULL)
+    if any(saving.is_worth_it for saving in savings) and len(tried) < len(sizes):
+        others = [size for size in sizes if size not in tried]
+        savings += bench.savings(Phase.PREFILL, setup.backend, others, FULL)
+    return found(FULL, savings, "the forward")
+
+
+def _refuse_slots(slots: int, setup: PhaseSetup, rule: str | None) -> None:
+    reason = f"prefill is {setup.backend}" if setup.backend == "eager" else rule
+    if reason is not None:
+        raise UnsupportedError(f"--prefill-slots {slots}: {reason}", "Leave it out.")
