@@ -131,13 +131,13 @@ def compositions(executor: Executor, key: ShapeKey, batches: BatchMaker) -> list
         wanted = [(size, max(0, context)) for size, context in sorted(cases)]
         return [batch for size, context in wanted for batch in batches.decode_run(size, context, steps, params)]
     deepest = limits.max_len - 1
-    slots = min(executor.prefill.setup.request_slots or limits.max_batch, key.size)
+    slots = min(executor.prefill.slots_of(key) or limits.max_batch, key.size)
     cached = max(0, min(limits.page_size + 3, deepest - 1 - -(-key.size // slots)))
-    longest = min(key.size, (deepest + 1) // 2)
+    size, longest = min(key.size, slots * deepest), min(key.size, (deepest + 1) // 2)
     return [
         batches.prefill(1),
-        batches.prefill(key.size),
-        batches.ragged(max(1, key.size - 1), slots, cached),
+        batches.prefill(size),
+        batches.ragged(max(1, size - 1), slots, cached),
         batches.prefill(longest, deepest - longest),
     ]
 

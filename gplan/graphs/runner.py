@@ -96,17 +96,17 @@ class PhaseRunner(ABC):
         if key is None:
             self._load(batch, batch.size, self._eager_attention, slots=0)
             return self._logits(batch, self._forward(batch.size, self._eager_attention)(), slots=0)
-        return self._logits(batch, self._replay(batch, key), slots=self._slots_of(key))
+        return self._logits(batch, self._replay(batch, key), slots=self.slots_of(key))
 
     def execute_padded(self, batch: Batch, key: ShapeKey) -> Tensor:
         """As a replay of `key`, but running its forward eagerly: what the replay must equal to the bit."""
         self._load_key(batch, key)
-        return self._logits(batch, self._forward_of(key)(), slots=self._slots_of(key))
+        return self._logits(batch, self._forward_of(key)(), slots=self.slots_of(key))
 
     def load_padding(self, key: ShapeKey) -> Attention:
         """Gives a key the inputs of padding alone, and returns its attention."""
         attention = self._attention_of(key)
-        self._load_dummy(key.size, attention, slots=self._slots_of(key))
+        self._load_dummy(key.size, attention, slots=self.slots_of(key))
         return attention
 
     def warm_up(self, key: ShapeKey) -> None:
@@ -142,12 +142,12 @@ class PhaseRunner(ABC):
 
     def _load_key(self, batch: Batch, key: ShapeKey) -> None:
         """Gives the graph of `key` its inputs."""
-        self._load(batch, key.size, self._attention_of(key), slots=self._slots_of(key))
+        self._load(batch, key.size, self._attention_of(key), slots=self.slots_of(key))
 
     def _attention_of(self, key: ShapeKey) -> Attention:
         if self.backend_of(key).cuts_at_breaks:
             return self._eager_attention
-        slots = self._slots_of(key) or self._max_requests
+        slots = self.slots_of(key) or self._max_requests
         if (key.size, slots) not in self._attentions:
             self._attentions[key.size, slots] = self._make_attention(key.size, slots, in_graph=True)
         return self._attentions[key.size, slots]
@@ -155,11 +155,11 @@ class PhaseRunner(ABC):
     def _forward_of(self, key: ShapeKey) -> Callable[[], tuple[Tensor, ...]]:
         if key not in self._forwards:
             self._forwards[key] = self._forward(
-                key.size, self._attention_of(key), variant=key.variant, slots=self._slots_of(key)
+                key.size, self._attention_of(key), variant=key.variant, slots=self.slots_of(key)
             )
         return self._forwards[key]
 
-    def _slots_of(self, key: ShapeKey) -> int:
+    def slots_of(self, key: ShapeKey) -> int:
         """Request slots that the metadata of a key is padded to; 0 for none."""
         return 0 if self.backend_of(key).cuts_at_breaks else min(self.setup.request_slots, key.size)
 

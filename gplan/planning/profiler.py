@@ -138,7 +138,8 @@ class Profiler:
 
     def replay(self, key: ShapeKey) -> Timing:
         """Times a replay of `key`."""
-        batch = self.batch(key.phase, key.size)
+        slots = self.executor.runner(key.phase).slots_of(key) or self.limits.max_batch
+        batch = self.batch(key.phase, min(key.size, slots * (self.limits.max_len - 1)))
         if draw_of(key) == SAMPLED:
             batch = self.batches.decode(key.size, self.context, DRAWN)
         return self.forward(batch, Verdict(key))
@@ -179,8 +180,9 @@ class Profiler:
     @torch.no_grad()
     def base_and_special(self, base: ShapeKey, special: ShapeKey) -> tuple[Timing, Timing]:
         """Times the forward of one batch replayed from either key: in turns."""
-        batch, device = self.batch(base.phase, base.size), self.executor.device
-        runner = self.executor.runner(base.phase)
+        device, runner = self.executor.device, self.executor.runner(base.phase)
+        slots = runner.slots_of(special) or self.limits.max_batch
+        batch = self.batch(base.phase, min(base.size, slots * (self.limits.max_len - 1)))
 
         def forward_us(key: ShapeKey) -> float:
             return statistics.median(device.time_us(lambda: runner.execute(batch, Verdict(key)), FORWARDS_A_TURN))

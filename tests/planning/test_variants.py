@@ -146,10 +146,17 @@ def test_variants_that_the_user_fixed_are_at_every_size_with_receipts(plan: Plan
     assert locks["prefill.request_slots"] == "2"
 
 
-def test_what_only_graphs_take_is_not_reserved_for_eager_steps(plan: Plan, checkpoint: Path) -> None:
-    eager = plan_of(checkpoint, decode_backend="eager", prefill_backend="eager")
-    assert plan.planned_bytes("activation_reserve") < eager.planned_bytes("activation_reserve")
-    assert "if every size ran eagerly" in next(row.basis for row in plan.ledger if row.name == "activation_reserve")
+@pytest.mark.parametrize("prefill", [{"prefill_backend": "full"}, {"prefill_backend": "breakable", "prefill_slots": 2}])
+def test_what_only_graphs_take_is_not_reserved_for_eager_steps(checkpoint: Path, prefill: dict[str, object]) -> None:
+    """Graphs that cover the chunk hold its activations; what is left to reserve is sampling."""
+    sizes = {"max_batch": 2, "max_len": 128, "chunk": 128, "decode_variants": ()}
+    eager = plan_of(checkpoint, **sizes, decode_backend="eager", prefill_backend="eager")
+    covered = plan_of(checkpoint, **sizes, decode_backend="full", **prefill)
+    assert covered.planned_bytes("activation_reserve") < eager.planned_bytes("activation_reserve") / 2
+    assert covered.planned_bytes("graph_pool_prefill") > 0
+    assert "if every size ran eagerly" in next(row.basis for row in covered.ledger if row.name == "activation_reserve")
+    few_slots = plan_of(checkpoint, **sizes, decode_backend="full", prefill_backend="full", prefill_slots=1)
+    assert few_slots.planned_bytes("activation_reserve") == eager.planned_bytes("activation_reserve")
 
 
 def test_a_plan_with_variants_is_served_as_planned(plan: Plan, checkpoint: Path) -> None:
@@ -160,7 +167,7 @@ def test_a_plan_with_variants_is_served_as_planned(plan: Plan, checkpoint: Path)
 
 
 def test_variants_that_nobody_fixed_are_measured_and_explained(checkpoint: Path) -> None:
-    plan = plan_of(checkpoint, decode_backend="full")
+    plan = plan_of(checkpoint, decode_backend="full", prefill_backend="eager", max_batch=2)
     assert {note.variant for note in plan.decode.variants} == {"greedy", "sampled"}
     for note in plan.decode.variants:
         assert "a served step takes" in note.reason
@@ -175,8 +182,8 @@ def test_other_traffic_keeps_the_variants_of_the_buckets_that_stay(plan: Plan) -
 
 
 def test_a_budget_for_capturing_goes_to_variants_last(checkpoint: Path) -> None:
-    plan = plan_of(checkpoint, decode_backend="full", prefill_backend="eager", startup_budget_s=10)
-    assert plan.decode.ladder[-1].size == 4
+    plan = plan_of(checkpoint, decode_backend="full", prefill_backend="eager", startup_budget_s=10, max_batch=2)
+    assert plan.decode.ladder[-1].size == 2
     assert decode(encode(plan)) == plan
 
 
