@@ -161,8 +161,9 @@ def test_what_only_graphs_take_is_not_reserved_for_eager_steps(checkpoint: Path,
 
 def test_a_plan_with_variants_is_served_as_planned(plan: Plan, checkpoint: Path) -> None:
     ready = start_executor(plan, str(checkpoint), lambda stage, done, total: None)
-    receipts = verify_all(ready.executor, plan.model.vocab_size, lambda stage, done, total: None)
-    assert len(receipts) == len(plan.decode.ladder) + len(plan.prefill.ladder)
+    verified = verify_all(ready.executor, plan.model.vocab_size, lambda stage, done, total: None)
+    assert not verified.failures
+    assert len(verified.receipts) == len(plan.decode.ladder) + len(plan.prefill.ladder)
     ready.executor.close()
 
 
