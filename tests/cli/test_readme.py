@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from formats.container import write_plan
-from tests.cli.command import ROOT
+from tests.cli.command import ROOT, gplan
 from tests.formats.plans import make_plan
 
 
@@ -54,3 +54,21 @@ def test_git_shows_plans_as_pages(tmp_path: Path) -> None:
 def test_the_one_command_and_the_test_command_are_there() -> None:
     assert any(line.endswith("gplan quickstart") for line in commands())
     assert "pip install -e '.[test]' && pytest" in commands()
+
+
+def test_the_file_of_options_is_one(tmp_path: Path) -> None:
+    """It is read before anything is done with it: that goes as far as the plan that is not there."""
+    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "plan.toml").write_text(block)
+    done = gplan("plan", "--config", tmp_path / "plan.toml", "--from", tmp_path / "missing.gplan")
+    assert done.returncode == 1, done.stderr
+    assert "missing.gplan: does not exist" in done.stderr
+
+
+def test_metrics_that_are_named_are_there() -> None:
+    from gplan.serving.metrics import Metrics
+
+    named = set(re.findall(r"`(gplan_\w+)", (ROOT / "README.md").read_text()))
+    assert named
+    metrics = Metrics(make_plan()).render().decode()
+    assert [name for name in named if f"# TYPE {name} " not in metrics] == []
