@@ -21,7 +21,7 @@ def commands() -> list[str]:
 
 def test_git_shows_plans_as_pages(tmp_path: Path) -> None:
     """The README's two lines in a fresh repository; `gplan` is the one under test."""
-    lines = [line for line in commands() if "diff.gplan.textconv" in line or ".gitattributes" in line]
+    lines = [line for line in commands() if "diff.gplan.textconv" in line or ">> .gitattributes" in line]
     assert len(lines) == 2
     bin_folder, repository = tmp_path / "bin", tmp_path / "repository"
     bin_folder.mkdir()
