@@ -34,6 +34,11 @@ from formats.plan import plan_id
     help="Before every replay, check that no buffer of its graph has moved. Says what it costs.",
 )
 @click.option(
+    "--check-kv",
+    is_flag=True,
+    help="Check what every step reads and writes of the KV pool. Says what it costs.",
+)
+@click.option(
     "--request-timeout",
     default=600.0,
     show_default=True,
@@ -52,6 +57,7 @@ def serve(
     model_name: str | None,
     debug_graphs: bool,
     check_addresses: bool,
+    check_kv: bool,
     request_timeout: float,
     log_requests: bool,
 ) -> int:
@@ -83,7 +89,7 @@ def serve(
         api_key=api_key,
         model_name=model_name or os.path.basename(os.path.abspath(where)),
         plan_path=plan,
-        debug=Debug(graphs=debug_graphs, addresses=check_addresses),
+        debug=Debug(graphs=debug_graphs, addresses=check_addresses, kv=check_kv),
         request_timeout_s=request_timeout,
     )
 

@@ -51,3 +51,7 @@ class CaptureError(GplanError):
 
 class GuardError(GplanError):
     """An address that a captured graph refers to no longer belongs to the same buffer."""
+
+
+class KVError(GplanError):
+    """A step would read or write keys and values that are not its own, or did."""

@@ -19,6 +19,7 @@ from gplan.graphs.capture.base import GraphDevice, Stopwatch
 from gplan.graphs.decode import DecodeRunner
 from gplan.graphs.forward import ForwardParts
 from gplan.graphs.guard import AddressGuard
+from gplan.graphs.kv_check import KVCheck
 from gplan.graphs.masking import TokenMask
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.prompt_scores import PromptScorer, predicted_part
@@ -129,6 +130,13 @@ class Executor:
     @property
     def keys(self) -> tuple[ShapeKey, ...]:
         return (*self.decode.setup.keys, *self.prefill.setup.keys)
+
+    def check_kv(self) -> KVCheck:
+        """From now on, looks at what every step reads and writes of the KV pool. The pool's last `CANARY_PAGES` pages
+        must not be given out any more."""
+        check = KVCheck(self.parts.kv_pool, self.parts.buffers["kv_slots"])
+        self.decode.kv_check = self.prefill.kv_check = check
+        return check
 
     def runner(self, phase: Phase) -> PhaseRunner:
         return self.decode if phase is Phase.DECODE else self.prefill

@@ -17,6 +17,7 @@ from gplan.graphs.admission import Admission, PhaseSetup, Verdict
 from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.capture.breakable import graph_break
 from gplan.graphs.forward import ForwardParts
+from gplan.graphs.kv_check import KVCheck
 from gplan.kernels.base import Attention
 from gplan.models.base import ForwardInputs
 
@@ -26,6 +27,9 @@ class PhaseRunner(ABC):
 
     Args:
         backends: by variant; that of the empty name captures all variants that are not named.
+
+    Attributes:
+        kv_check: looks at the inputs of every step and at the pool after it; None unless asked for.
     """
 
     phase: ClassVar[Phase]
@@ -37,6 +41,7 @@ class PhaseRunner(ABC):
         self._attentions: dict[tuple[int, int], Attention] = {}
         self._forwards: dict[ShapeKey, Callable[[], tuple[Tensor, ...]]] = {}
         self._eager_attention = self._make_attention(setup.max_size, self._max_requests, in_graph=False)
+        self.kv_check: KVCheck | None = None
 
     # What a phase adds ------------------------------------------------------------------------------------------
 
@@ -94,8 +99,7 @@ class PhaseRunner(ABC):
         """
         key = (verdict or self.can_run(batch)).key
         if key is None:
-            self._load(batch, batch.size, self._eager_attention, slots=0)
-            return self._logits(batch, self._forward(batch.size, self._eager_attention)(), slots=0)
+            return self._logits(batch, self._run_eagerly(batch), slots=0)
         return self._logits(batch, self._replay(batch, key), slots=self.slots_of(key))
 
     def execute_padded(self, batch: Batch, key: ShapeKey) -> Tensor:
@@ -138,7 +142,22 @@ class PhaseRunner(ABC):
 
     def _replay(self, batch: Batch, key: ShapeKey) -> tuple[Tensor, ...]:
         self._load_key(batch, key)
-        return self.backend_of(key).replay(key)
+        if self.kv_check is None:
+            return self.backend_of(key).replay(key)
+        self.kv_check.before(batch, key.size, self._attention_of(key))
+        outputs = self.backend_of(key).replay(key)
+        self.kv_check.after(batch)
+        return outputs
+
+    def _run_eagerly(self, batch: Batch) -> tuple[Tensor, ...]:
+        self._load(batch, batch.size, self._eager_attention, slots=0)
+        forward = self._forward(batch.size, self._eager_attention)
+        if self.kv_check is None:
+            return forward()
+        self.kv_check.before(batch, batch.size, self._eager_attention)
+        outputs = forward()
+        self.kv_check.after(batch)
+        return outputs
 
     def _load_key(self, batch: Batch, key: ShapeKey) -> None:
         """Gives the graph of `key` its inputs."""

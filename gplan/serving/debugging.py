@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 
 from formats.plan import Bucket, PhasePlan, Plan, bucket_key
-from gplan.core import Phase, ShapeKey
+from gplan.core import Batch, Phase, ShapeKey
 from gplan.graphs.executor import Executor
+from gplan.graphs.kv_check import CANARY_PAGES
 from gplan.serving.protocol import Debug
 
 _CHECKS = 20
@@ -24,6 +25,8 @@ def _sentences(plan: Plan, executor: Executor, debug: Debug) -> Iterator[str]:
         yield f"--debug-graphs: nothing is replayed; {'; '.join(slower) or 'nothing would be either'}"
     if debug.addresses and executor.keys:
         yield f"--check-addresses: before every replay {_check_cost(plan, executor)}"
+    if debug.kv:
+        yield f"--check-kv: {_kv_check_cost(executor)}"
 
 
 def _slowdown(phase: PhasePlan) -> str:
@@ -44,6 +47,21 @@ def _check_cost(plan: Plan, executor: Executor) -> str:
     spent_us = (time.perf_counter() - started) / _CHECKS * 1e6
     share = f", {spent_us / _replay_us(bucket):.1%} of a replay of {bucket_key(phase.phase, bucket)}"
     return f"{spent_us:.0f} µs of the host" + (share if bucket.graph is not None else "")
+
+
+def _kv_check_cost(executor: Executor) -> str:
+    """Of what a step costs whatever it holds; reading its inputs comes on top."""
+    check = executor.decode.kv_check
+    assert check is not None
+    nothing = Batch(Phase.DECODE, ())
+    started = time.perf_counter()
+    for _ in range(_CHECKS):
+        check.after(nothing)
+    spent_us = (time.perf_counter() - started) / _CHECKS * 1e6
+    return (
+        f"{CANARY_PAGES} page less, {spent_us:.0f} µs after every step, its inputs read back before it, "
+        "and no step is prepared while another runs"
+    )
 
 
 def _replay_us(bucket: Bucket) -> float:

@@ -20,10 +20,12 @@ class Debug(msgspec.Struct, frozen=True):
     Attributes:
         graphs: run every captured function eagerly, through the same runner, buffers and metadata.
         addresses: before every replay, check the addresses that its graph refers to.
+        kv: check what every step reads and writes of the KV pool, and that canary pages stay as they are.
     """
 
     graphs: bool = False
     addresses: bool = False
+    kv: bool = False
 
 
 NO_DEBUG = Debug()

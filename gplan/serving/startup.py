@@ -74,6 +74,8 @@ def start_executor(
     ledger.check()
     recheck_receipts(executor, preflight.spec.vocab_size)
     executor.check_addresses = debug.addresses
+    if debug.kv:
+        executor.check_kv()
     return Ready(
         executor=executor,
         ledger=ledger.entries(),

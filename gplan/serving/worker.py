@@ -111,6 +111,7 @@ def _serve(channel: SocketChannel, parent: int) -> None:
     start = _wait_for_start(channel, is_orphan)
     if start is None:
         return
+    from gplan.graphs.kv_check import CANARY_PAGES
     from gplan.serving.engine import Engine
     from gplan.serving.grammar.constraints import Constraints
     from gplan.serving.grammar.vocabulary import GrammarsAtStart
@@ -126,6 +127,7 @@ def _serve(channel: SocketChannel, parent: int) -> None:
         start.accept_drift,
         start.debug,
     )
+    num_pages = plan.num_kv_pages - (CANARY_PAGES if start.debug.kv else 0)
     vocabulary, no_grammars = grammars.result()
     gc.collect()
     gc.freeze()
@@ -134,14 +136,14 @@ def _serve(channel: SocketChannel, parent: int) -> None:
             ledger=[LedgerActual(e.name, e.planned_bytes, e.actual_bytes) for e in ready.ledger],
             accepted_drift=[drift.sentence for drift in ready.accepted],
             advisory_drift=[drift.sentence for drift in ready.drifts if not drift.refuses],
-            num_pages=plan.num_kv_pages - 1,
+            num_pages=num_pages - 1,
             seconds=ready.seconds,
             debug_costs=list(ready.debug_costs),
             no_grammars=no_grammars,
         )
     )
     constraints, watch = Constraints(vocabulary), LedgerWatch(ready.executor.device, ready.ledger)
-    Engine(ready.executor, plan.limits, plan.num_kv_pages, channel, is_orphan, constraints, watch.look).run()
+    Engine(ready.executor, plan.limits, num_pages, channel, is_orphan, constraints, watch.look).run()
     ready.executor.close()
 
 

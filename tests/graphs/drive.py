@@ -16,6 +16,7 @@ from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import ExecutorConfig, build
 from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor, StepResult
+from gplan.graphs.kv_check import CANARY_PAGES
 from gplan.models import load_model, read_headers, read_spec
 from gplan.scheduling.holdings import PrefixCounts
 from gplan.scheduling.scheduler import Scheduler
@@ -112,7 +113,8 @@ def serve(
         aborts: by step, the request that is aborted before it.
     """
     limits, pool = executor.parts.limits, executor.parts.kv_pool
-    scheduler = Scheduler(msgspec.structs.replace(limits, prefix_cache=prefix_cache), pool.num_pages)
+    num_pages = pool.num_pages - (CANARY_PAGES if executor.decode.kv_check else 0)
+    scheduler = Scheduler(msgspec.structs.replace(limits, prefix_cache=prefix_cache), num_pages)
     waiting = deque(sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0]))
     served, flying, step = Served(), deque(), 0
     lag = executor.result_lag if lag is None else lag
@@ -131,7 +133,7 @@ def serve(
     served.answers = {r.id: r.tokens[r.prompt_len :] for r in requests}
     served.prefixes = scheduler.prefix_counts
     scheduler.check()
-    assert scheduler.num_free_pages == pool.num_pages - 1, "pages leaked"
+    assert scheduler.num_free_pages == num_pages - 1, "pages leaked"
     return served
 
 

@@ -231,6 +231,7 @@ async def _server_info(service: Service, request: Request) -> Response:
             "debug": {
                 "graphs": service.debug.graphs,
                 "addresses": service.debug.addresses,
+                "kv": service.debug.kv,
                 "costs": ready.debug_costs,
             },
             "engine_start_seconds": ready.seconds,
