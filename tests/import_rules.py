@@ -39,7 +39,7 @@ RULES = {
     "gplan.kernels": Rule(_BASE, ("torch", "numpy", "flashinfer", "triton")),
     "gplan.models": Rule((*_BASE, "gplan.kernels.base"), ANY),
     "gplan.memory": Rule((*_BASE, "gplan.kernels.base"), ("torch", "numpy")),
-    "gplan.graphs": Rule(_GRAPHS, ("torch", "numpy", "triton")),
+    "gplan.graphs": Rule(_GRAPHS, ("torch", "numpy", "triton", "msgspec")),
     "gplan.scheduling": Rule(_BASE, ()),
     "gplan.planning": Rule(_ABOVE_GRAPHS, ANY),
     "gplan.serving": Rule(_ABOVE_GRAPHS, ANY),
