@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from formats.openai_tools import MAX_TOOLS, NamedToolChoice, Tool, ToolCall, ToolCallDelta, ToolChoice
+
 MAX_CHOICES = 128
 """`n` and `best_of` at most, and prompts of one request."""
 MAX_LOGPROBS = 20
@@ -145,15 +147,15 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of the conversation. The fields an answer carries may be sent back with it, where they are null."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: Refused = None
     annotations: Refused = None
     audio: Refused = None
     function_call: Refused = None
-    tool_calls: Refused = None
-    tool_call_id: Refused = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
@@ -162,10 +164,16 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return "".join(part.text or "" for part in self.content)
         return self.content or ""
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it; `developer` is the API's newer word for `system`."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        return message if self.name is None else message | {"name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatCompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,9 +189,11 @@ class ChatCompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_u
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     metadata: Ignored = None
-    parallel_tool_calls: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
@@ -198,8 +208,6 @@ class ChatCompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_u
     moderation: Refused = None
     prediction: Refused = None
     reasoning_effort: Refused = None
-    tool_choice: Refused = None
-    tools: Refused = None
     verbosity: Refused = None
     web_search_options: Refused = None
 
@@ -207,6 +215,22 @@ class ChatCompletionRequest(SamplingRequest, frozen=True, kw_only=True, forbid_u
     def max_output_tokens(self) -> int | None:
         """None: as many as fit. Where both limits are given they are equal (`openai_rules` saw to it)."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Tools that the answer may call: all, or the one that was chosen by name, or none."""
+        match self.tool_choice:
+            case "none":
+                return ()
+            case NamedToolChoice(function=chosen):
+                return tuple(tool for tool in self.tools or () if tool.function.name == chosen.name)
+            case _:
+                return tuple(self.tools or ())
+
+    @property
+    def may_talk(self) -> bool:
+        """Whether the answer need not call a tool."""
+        return self.tool_choice in (None, "auto", "none")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,16 +299,22 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    content: str
+    """`content` is null where there are calls and nothing was said."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ChatAnswer
-    finish_reason: Literal["stop", "length"]
+    finish_reason: ChatFinishReason
     logprobs: ChatLogprobs | None = None
 
 
@@ -303,13 +333,14 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: ChatFinishReason | None = None
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,8 +32,6 @@ _REFUSED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -42,8 +40,6 @@ _REFUSED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
 }
 """Fields that would change the answer, with the values beside null that would not."""
 
@@ -91,6 +87,7 @@ def decode_chat(body: bytes) -> ChatCompletionRequest:
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     _check_format(request)
+    _check_tools(request)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise BadRequestError("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
@@ -142,10 +139,23 @@ def _check_format(request: ChatCompletionRequest) -> None:
     if wanted.type == "json_schema" and wanted.json_schema is None:
         path = "response_format.json_schema"
         raise BadRequestError(f"missing parameter: {path}", path, "missing_required_parameter")
-    check_ends(request, "response_format")
+    _check_ends(request, "response_format")
 
 
-def check_ends(request: SamplingRequest, wanted: str) -> None:
+def _check_tools(request: ChatCompletionRequest) -> None:
+    names = [tool.function.name for tool in request.tools or ()]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise BadRequestError(f"two tools are called {name}", f"tools[{index}].function.name")
+    if not request.may_talk and not request.callable_tools:
+        raise BadRequestError("tool_choice asks for a tool that is not among tools", "tool_choice")
+    if request.callable_tools:
+        _check_ends(request, "tools")
+        if request.response_format is not None and request.response_format.type != "text":
+            raise BadRequestError("response_format cannot be given together with tools", "response_format")
+
+
+def _check_ends(request: SamplingRequest, wanted: str) -> None:
     """An answer that follows a grammar ends where the grammar says so, and nowhere else."""
     for name in ("ignore_eos", "min_tokens"):
         if getattr(request, name):
@@ -171,7 +181,8 @@ def _check_prompt(request: CompletionRequest) -> None:
 
 def _check_message(message: ChatMessage, path: str) -> None:
     _refuse(message, _REFUSED_MESSAGE, path)
-    if message.content is None:
+    _check_calls(message, path)
+    if message.content is None and not message.tool_calls:
         raise BadRequestError(f"missing parameter: {path}.content", f"{path}.content", "missing_required_parameter")
     for part_path, kind, text in _parts(message, path):
         if kind != "text":
@@ -180,6 +191,18 @@ def _check_message(message: ChatMessage, path: str) -> None:
             raise BadRequestError(
                 f"missing parameter: {part_path}.text", f"{part_path}.text", "missing_required_parameter"
             )
+
+
+def _check_calls(message: ChatMessage, path: str) -> None:
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            raise BadRequestError(f"{path}.{name} belongs to a message of role {role}", f"{path}.{name}")
+    for index, call in enumerate(message.tool_calls or ()):
+        try:
+            call.for_template()
+        except ValueError:
+            where = f"{path}.tool_calls[{index}].function.arguments"
+            raise BadRequestError(f"{where} is not JSON", where) from None
 
 
 def _parts(message: ChatMessage, path: str) -> Iterator[tuple[str, str, str | None]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from gplan.errors import GplanError
+from gplan.serving.grammar.library import GrammarError
+from gplan.serving.grammar.tool_syntax import ToolSyntax, read_syntax
 from gplan.serving.vocabulary import Vocabulary
 
 _CHARACTERS_PER_TOKEN = 4
@@ -98,28 +101,64 @@ class ServedTokenizer:
         add_generation_prompt: bool,
         template_arguments: Mapping[str, Any],
         limit: int,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Tokens of a conversation, `limit` of them at most.
 
         Args:
+            tools: as the API describes them.
             template_arguments: variables for the template; none of transformers' own arguments.
 
         Raises:
             TemplateRefusalError: the template refuses the messages, or an argument is not the template's.
             TooManyTokensError: as `encode_at_most`.
         """
-        from jinja2.exceptions import TemplateError
-
         for name in template_arguments:
             if name in self._own_arguments:
                 raise TemplateRefusalError(f"chat_template_kwargs: {name} cannot be set by a request")
+        text = self.render_chat(messages, add_generation_prompt, tools, template_arguments)
+        return self.encode_at_most(text, limit, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Text of a conversation.
+
+        Raises:
+            TemplateRefusalError: the template refuses the messages or an argument.
+        """
+        from jinja2.exceptions import TemplateError
+
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        if tools:
+            options["tools"] = list(tools)
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_arguments
-            )
+            return str(self._tokenizer.apply_chat_template(list(messages), **options, **(template_arguments or {})))
         except (TemplateError, TypeError, ValueError) as error:
             raise TemplateRefusalError(f"the chat template refuses this: {error}") from error
-        return self.encode_at_most(str(text), limit, add_special_tokens=False)
+
+    @cached_property
+    def tool_syntax(self) -> ToolSyntax:
+        """How the model writes calls of tools.
+
+        Raises:
+            GrammarError: its chat template knows no tools, or writes calls in a form that is not understood.
+        """
+        user = [{"role": "user", "content": "?"}]
+        probe = {"type": "function", "function": {"name": "probe", "description": "-", "parameters": {}}}
+        try:
+            if self.render_chat(user, True, [probe]) == self.render_chat(user, True):
+                raise GrammarError("the model's chat template knows no tools", "Describe them in a message.")
+            return read_syntax(self.render_chat, self._backend_special_tokens())
+        except TemplateRefusalError as error:
+            raise GrammarError(f"tools: {error}", "Describe them in a message.") from error
+
+    def _backend_special_tokens(self) -> list[str]:
+        return [entry.content for entry in self._backend.get_added_tokens_decoder().values() if entry.special]
 
     def _check_template(self, folder: str) -> None:
         """A template may refuse a conversation; one that no conversation can be put into is broken."""

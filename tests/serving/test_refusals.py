@@ -92,7 +92,7 @@ def test_parameters_of_a_completion(server: Live, changes: dict[str, Any], param
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 99, "logprobs": True}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"n": 129}, "n"),
     ],

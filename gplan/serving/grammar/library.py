@@ -39,15 +39,32 @@ def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
     Raises:
         GrammarError: names the keyword that is not supported, or what is wrong with the schema.
     """
-    text = json.dumps(schema)
-    if len(text) > MAX_SCHEMA_BYTES:
-        raise GrammarError(f"the schema is longer than {MAX_SCHEMA_BYTES} bytes", "Use a smaller one.")
     try:
-        found: str = _library().LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+        found: str = _library().LLMatcher.grammar_from_json_schema(json.dumps(bounded(schema)))
     except ValueError as error:
         raise _refusal(str(error)) from error
     check(found)
     return found
+
+
+def tools_grammar(lark: str) -> str:
+    """The same of a grammar in the library's Lark dialect."""
+    found: str = _library().LLMatcher.grammar_from_lark(lark)
+    check(found)
+    return found
+
+
+def bounded(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
+    """A schema whose texts hold no endless whitespace.
+
+    Raises:
+        GrammarError: it is too long.
+    """
+    if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
+        raise GrammarError(f"the schema is longer than {MAX_SCHEMA_BYTES} bytes", "Use a smaller one.")
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
 
 
 def check(grammar: str) -> None:

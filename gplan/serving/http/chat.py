@@ -6,13 +6,13 @@ import functools
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from formats.openai import (
-    ChatAnswer,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -22,12 +22,13 @@ from formats.openai import (
     ChatLogprobs,
 )
 from formats.openai_rules import decode_chat
+from formats.openai_tools import Tool
 from gplan.serving.generation import Answer, Delta, Job, Scored
-from gplan.serving.grammar.library import GrammarError, schema_grammar
-from gplan.serving.http.answers import chat_logprobs, finish_reason, usage_of
+from gplan.serving.http.answers import chat_logprobs, usage_of
 from gplan.serving.http.bodies import decode_body
 from gplan.serving.http.errors import ApiError
 from gplan.serving.http.events import EventStream, WholeAnswer, event
+from gplan.serving.http.guidance import AnswerReader, Guidance, answer_of, delta_of, guidance_of
 from gplan.serving.http.service import Service
 from gplan.serving.tokenizer import TemplateRefusalError, TooManyTokensError
 from gplan.serving.vocabulary import Vocabulary
@@ -50,29 +51,32 @@ async def chat_completions(service: Service, request: Request) -> Response:
     if not service.tokenizer.has_chat_template:
         raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
     seat = service.admit(request, body.n or 1)
-    jobs = await service.in_thread_with(seat, _jobs, service, body)
+    guidance, jobs = await service.in_thread_with(seat, _jobs, service, body)
     reply = _Reply(service.model, service.now(), len(jobs[0].prompt))
     vocabulary = service.tokenizer.vocabulary
     generation = service.begin(jobs, seat)
     if body.stream:
-        return EventStream(generation, _Writer(body, len(jobs), reply, vocabulary))
-    return WholeAnswer(generation, functools.partial(_response, body, reply, vocabulary))
+        return EventStream(generation, _Writer(body, [guidance.reader() for _ in jobs], reply, vocabulary))
+    return WholeAnswer(generation, functools.partial(_response, body, guidance, reply, vocabulary))
 
 
-def _jobs(service: Service, body: ChatCompletionRequest) -> list[Job]:
-    """Applies the template and tokenises; runs in a thread."""
+def _jobs(service: Service, body: ChatCompletionRequest) -> tuple[Guidance, list[Job]]:
+    """Applies the template, tokenises, and makes a grammar where one is asked for; runs in a thread."""
+    guidance = guidance_of(service, body)
+    tools = body.tools if body.callable_tools else None
     try:
         prompt = service.tokenizer.encode_chat(
             [message.for_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt is not False,
             template_arguments=body.chat_template_kwargs or {},
             limit=service.jobs.max_len,
+            tools=[_for_template(tool) for tool in tools or ()],
         )
     except TemplateRefusalError as error:
         raise ApiError(400, str(error), param="messages") from None
     except TooManyTokensError as error:
         raise service.jobs.too_long(f"the messages have more than {error.count} tokens", "messages") from None
-    return service.jobs.make(
+    jobs = service.jobs.make(
         body,
         prompt,
         count=body.n or 1,
@@ -81,36 +85,27 @@ def _jobs(service: Service, body: ChatCompletionRequest) -> list[Job]:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         param="messages",
         continues_prompt=False,
-        grammar=_grammar(service, body),
+        grammar=guidance.grammar,
     )
+    return guidance, jobs
 
 
-def _grammar(service: Service, body: ChatCompletionRequest) -> str:
-    """What the answer must follow; empty where it may be any text."""
-    schema = None if body.response_format is None else body.response_format.schema
-    if schema is None:
-        return ""
-    service.require_grammars("response_format")
-    try:
-        return schema_grammar(schema)
-    except GrammarError as error:
-        raise ApiError(
-            400, f"response_format: {error.message}", param="response_format", code="invalid_schema"
-        ) from None
+def _for_template(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.function.name, "parameters": tool.function.schema}
+    if tool.function.description is not None:
+        function["description"] = tool.function.description
+    return {"type": tool.type, "function": function}
 
 
 def _response(
-    body: ChatCompletionRequest, reply: _Reply, vocabulary: Vocabulary, answers: Sequence[Answer]
+    body: ChatCompletionRequest, guidance: Guidance, reply: _Reply, vocabulary: Vocabulary, answers: Sequence[Answer]
 ) -> ChatCompletionResponse:
-    choices = [
-        ChatChoice(
-            index=index,
-            message=ChatAnswer(content=answer.text),
-            finish_reason=finish_reason(answer.finish_reason),
-            logprobs=_logprobs(body, vocabulary, answer.scored),
-        )
-        for index, answer in enumerate(answers)
-    ]
+    choices = []
+    for index, answer in enumerate(answers):
+        reader = guidance.reader()
+        message = answer_of(reader.push(answer.text, is_last=True))
+        reason, logprobs = reader.finish_reason(answer.finish_reason), _logprobs(body, vocabulary, answer.scored)
+        choices.append(ChatChoice(index=index, message=message, finish_reason=reason, logprobs=logprobs))
     usage = usage_of(reply.num_prompt_tokens, sum(answer.num_tokens for answer in answers))
     return ChatCompletionResponse(id=reply.id, created=reply.created, model=reply.model, choices=choices, usage=usage)
 
@@ -122,13 +117,15 @@ def _logprobs(body: ChatCompletionRequest, vocabulary: Vocabulary, tokens: Seque
 class _Writer:
     """Chunks of a stream."""
 
-    def __init__(self, body: ChatCompletionRequest, num_choices: int, reply: _Reply, vocabulary: Vocabulary) -> None:
-        self._body, self._num_choices, self._reply, self._vocabulary = body, num_choices, reply, vocabulary
+    def __init__(
+        self, body: ChatCompletionRequest, readers: Sequence[AnswerReader], reply: _Reply, vocabulary: Vocabulary
+    ) -> None:
+        self._body, self._readers, self._reply, self._vocabulary = body, readers, reply, vocabulary
         self._num_tokens = 0
 
     def begin(self) -> bytes:
         role = ChatDelta(role="assistant", content="")
-        return b"".join(self._chunk(ChatChunkChoice(index=i, delta=role)) for i in range(self._num_choices))
+        return b"".join(self._chunk(ChatChunkChoice(index=i, delta=role)) for i in range(len(self._readers)))
 
     def part(self, news: Sequence[tuple[int, Delta]]) -> bytes:
         return b"".join([self._delta(index, delta) for index, delta in news])
@@ -141,15 +138,18 @@ class _Writer:
 
     def _delta(self, index: int, delta: Delta) -> bytes:
         self._num_tokens += delta.num_tokens
-        data = b""
+        reader, reason = self._readers[index], delta.finish_reason
         logprobs = _logprobs(self._body, self._vocabulary, delta.scored) if delta.scored else None
-        if delta.text or logprobs is not None:
-            content = ChatDelta(content=delta.text)
-            data = self._chunk(ChatChunkChoice(index=index, delta=content, logprobs=logprobs))
-        if delta.finish_reason is not None:
-            reason = finish_reason(delta.finish_reason)
-            data += self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason))
-        return data
+        changes = [delta_of(piece) for piece in reader.push(delta.text, is_last=reason is not None)]
+        if logprobs is not None and not changes:
+            changes = [ChatDelta(content="")]
+        choices = [ChatChunkChoice(index=index, delta=change) for change in changes]
+        if choices:
+            choices[0] = msgspec.structs.replace(choices[0], logprobs=logprobs)
+        if reason is not None:
+            finish = reader.finish_reason(reason)
+            choices.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=finish))
+        return b"".join([self._chunk(choice) for choice in choices])
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
         return event(self._response([choice]))
