@@ -30,6 +30,7 @@ from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, BatchMaker
 from gplan.graphs.variants import FULL
 from gplan.kernels import kernels_class, make_kernels
 from gplan.kernels.base import KernelShape
+from gplan.memory.failures import taking
 from gplan.memory.kv_pool import KVLayout, KVPool
 from gplan.memory.ledger import ActivationHold
 from gplan.memory.page_table import PageTable
@@ -104,15 +105,24 @@ def workspace_nbytes(name: str, shape: KernelShape) -> int:
 
 
 def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Book) -> tuple[ForwardParts, Sampler]:
-    """Takes workspace, static buffers and KV pool, in this order."""
+    """Takes workspace, static buffers and KV pool, in this order.
+
+    Raises:
+        FitError: memory ran out; names the row.
+    """
     device, limits = config.device, config.limits
     shape = kernel_shape(spec, limits, config.num_kv_pages, config.dtype, device)
-    kernels = make_kernels(config.kernels, shape)
+    with taking("workspace", workspace_nbytes(config.kernels, shape)):
+        kernels = make_kernels(config.kernels, shape)
     book("workspace", kernels.workspace_nbytes(shape))
-    buffers = StaticBuffers(forward_slots(shape), device)
-    sampler = Sampler(kernels, limits.max_batch, spec.vocab_size, device)
+    with taking("static_buffers", static_nbytes(shape)):
+        buffers = StaticBuffers(forward_slots(shape), device)
+        by_request = StaticBuffers(request_slots(shape), device)
+        sampler = Sampler(kernels, limits.max_batch, spec.vocab_size, device)
     book("static_buffers", static_nbytes(shape))
-    pool = KVPool(kv_layout(spec, limits.page_size, config.dtype), config.num_kv_pages, device)
+    layout = kv_layout(spec, limits.page_size, config.dtype)
+    with taking("kv_pool", KVPool.nbytes(layout, config.num_kv_pages)):
+        pool = KVPool(layout, config.num_kv_pages, device)
     book("kv_pool", pool.data.nbytes)
     parts = ForwardParts(
         model=model,
@@ -121,7 +131,7 @@ def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Boo
         page_table=PageTable(limits.max_batch, shape.max_pages_per_request, limits.page_size),
         buffers=buffers,
         last_tokens=sampler.last_tokens,
-        by_request=StaticBuffers(request_slots(shape), device),
+        by_request=by_request,
         limits=limits,
     )
     return parts, sampler
@@ -164,10 +174,12 @@ def build(
     progress: Progress,
 ) -> Executor:
     """Takes the memory and captures, holding the activation memory by a real allocation until the graphs are there."""
-    hold = ActivationHold(config.activation_reserve, config.device)
+    with taking("activation_reserve", config.activation_reserve):
+        hold = ActivationHold(config.activation_reserve, config.device)
     book("activation_reserve", hold.nbytes)
     parts, sampler = take_memory(model, spec, config, book)
-    executor = attach(parts, sampler, graphs, config.decode, config.prefill, debug=config.debug_graphs)
+    with taking("workspace"):
+        executor = attach(parts, sampler, graphs, config.decode, config.prefill, debug=config.debug_graphs)
     for captured in capture_all(executor, progress):
         book(f"graph_pool_{captured.key.phase}", captured.pool_bytes)
     hold.release()
@@ -190,6 +202,7 @@ def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
 
     Raises:
         CaptureError: a key could not be captured, or no pass of warming up left memory and kernels as they were.
+        FitError: memory ran out; names the row and the key.
     """
     keys = sorted(executor.keys, key=lambda key: (key.size * key.width, key.phase, key.variant), reverse=True)
     _warm_up(executor, keys, progress)
@@ -213,9 +226,11 @@ def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> No
         reserved, compiled = device.memory().reserved, device.compilations()
         for index, key in enumerate(keys):
             progress("warm up", (number - 1) * len(keys) + index, device.warmup_passes * len(keys))
-            executor.runner(key.phase).warm_up(key)
+            with taking(f"graph_pool_{key.phase}", what=f"warming up {key}"):
+                executor.runner(key.phase).warm_up(key)
             device.synchronize()  # memory that is given back when a kernel ends is so before the next asks for some
-        _warm_up_sampling(executor)
+        with taking("activation_reserve", what="warming up sampling"):
+            _warm_up_sampling(executor)
         device.synchronize()
         grown, compiled = device.memory().reserved - reserved, device.compilations() - compiled
         if number >= device.warmup_passes and not grown and not compiled:
@@ -240,7 +255,8 @@ def _warm_up_sampling(executor: Executor) -> None:
 def _capture_one(executor: Executor, key: ShapeKey) -> Captured:
     device, started = executor.device, time.perf_counter()
     before = device.pool_nbytes()
-    executor.runner(key.phase).capture(key)
+    with taking(f"graph_pool_{key.phase}", what=f"capturing {key}"):
+        executor.runner(key.phase).capture(key)
     return Captured(key, device.pool_nbytes() - before, (time.perf_counter() - started) * 1e3)
 
 

@@ -154,10 +154,20 @@ class Executor:
 
         Raises:
             GuardError: an address of the step's graph has moved; only where addresses are checked.
+            RuntimeError, MemoryError: memory ran out (`is_shortage`). The step is void, and its requests may be
+                scheduled again after they gave their pages back. With a note, as all errors, of how it was run.
         """
         launched_at = time.perf_counter()
-        runner = self.runner(batch.phase)
-        verdict = verdict or runner.can_run(batch)
+        verdict = verdict or self.runner(batch.phase).can_run(batch)
+        try:
+            return self._launch(batch, verdict, launched_at, mask)
+        except Exception as error:
+            error.add_note("run eagerly" if verdict.key is None else f"replayed from {verdict.key}")
+            raise
+
+    def _launch(
+        self, batch: Batch, verdict: Verdict, launched_at: float, mask: Callable[[], TokenMask | None] | None
+    ) -> Step:
         if verdict.key is not None and self.check_addresses:
             self.guard.check(verdict.key)
         if batch.phase is Phase.DECODE:
@@ -170,7 +180,7 @@ class Executor:
             tokens = self.device.read_later(drawn)
             self.sampler.note_drawn(batch.chunks)
             return Step(batch, verdict.key, verdict.reason, launched_at, tokens, None, stopwatch)
-        logits = runner.execute(batch, verdict)
+        logits = self.runner(batch.phase).execute(batch, verdict)
         if stopwatch is not None:
             stopwatch.stop()
         sampling = [chunk for chunk in batch.chunks if chunk.samples]

@@ -28,6 +28,7 @@ from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.variants import FULL
 from gplan.kernels.base import KernelShape
+from gplan.memory.failures import taking
 from gplan.models import load_model
 from gplan.planning.backends import Trial
 from gplan.planning.budget import Needs, most_useful_pages, pages_of
@@ -65,9 +66,10 @@ class Bench:
         self._refuse_heavy_weights()
         graphs = make_graph_device(resolved.device)
         progress("load", 0, 1)
-        self._model = load_model(
-            resolved.checkpoint, resolved.spec, resolved.dtype, resolved.device, resolved.limits.max_len
-        )
+        with taking("weights"):
+            self._model = load_model(
+                resolved.checkpoint, resolved.spec, resolved.dtype, resolved.device, resolved.limits.max_len
+            )
         progress("load", 1, 1)
         self._config = self._measuring_config()
         self._parts, self._sampler = take_memory(self._model, resolved.spec, self._config, lambda row, nbytes: None)
@@ -75,9 +77,10 @@ class Bench:
         self._eager = attach(self._parts, self._sampler, graphs, self._config.decode, self._config.prefill)
         self.profiler = self._profiler(self._eager)
         progress("warm up", 0, 1)
-        self.profiler.warm_up_eager()
+        with taking("activation_reserve"):
+            self.profiler.warm_up_eager()
         progress("warm up", 1, 1)
-        with still(graphs, "while activations were measured"):
+        with taking("activation_reserve"), still(graphs, "while activations were measured"):
             self._peaks = self.profiler.activation_peak()
         self._served_peak = self._non_torch = 0
 

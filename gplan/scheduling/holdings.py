@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from formats.plan import Limits
 from gplan.core import DUMMY_ROW
+from gplan.errors import FitError, GplanError
 from gplan.scheduling.entry import Entry
 from gplan.scheduling.pages import PageAccount
 from gplan.scheduling.prefix_cache import PrefixCache
@@ -152,6 +153,10 @@ class Holdings:
         self._num_growing -= entry.grows
         entry.grows = False
 
+    def forget_idle(self) -> None:
+        """Forgets all cached pages that no request uses."""
+        self._pages.drop(self._cache.evict(self._cache.num_idle))
+
     def check(self, holders: Sequence[Entry], others: Iterable[Entry]) -> None:
         """Nothing is lost, only what the prefix cache knows is shared, and `others` hold nothing. Looks at all: for
         tests."""
@@ -208,3 +213,25 @@ class Holdings:
         if grows != entry.grows:
             entry.grows = grows
             self._num_growing += 1 if grows else -1
+
+
+def check_limits(limits: Limits, capacity: int) -> None:
+    """
+    Args:
+        capacity: pages that can be given out.
+
+    Raises:
+        FitError: they do not hold one request of `max_len`.
+        GplanError: `chunk` is below `max_batch`, so that a step could not decode every request.
+    """
+    needed = -(-limits.max_len // limits.page_size)
+    if capacity < needed:
+        raise FitError(
+            f"kv_pool: {capacity} pages of {limits.page_size} tokens do not hold a request of {limits.max_len} tokens",
+            f"Give the KV pool at least {needed} pages beside the dummy page, or lower the maximum length.",
+        )
+    if limits.chunk < limits.max_batch:
+        raise GplanError(
+            f"a chunk of {limits.chunk} tokens is below the maximum batch of {limits.max_batch} requests",
+            "Raise --chunk to at least --max-batch.",
+        )

@@ -35,43 +35,15 @@ The rule of decoding first, and yielding by the youngest, is that of vLLM's sche
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from formats.plan import Limits
 from gplan.core import Batch, Chunk, FinishReason, Phase, Request
-from gplan.errors import FitError, GplanError
+from gplan.scheduling.advance import Advance
 from gplan.scheduling.entry import Decoders, Entry
-from gplan.scheduling.holdings import Holdings, PrefixCounts
+from gplan.scheduling.holdings import Holdings, PrefixCounts, check_limits
 from gplan.scheduling.packing import Packer
 from gplan.scheduling.times import prompt_pairs
 from gplan.scheduling.waiting import WaitingQueue
-
-
-class Advance(NamedTuple):
-    """A step that was decided and taken for done, without a batch.
-
-    Attributes:
-        size: requests in decode, tokens in prefill.
-        num_requests: in the step.
-        num_decodes: of these, those that decoded.
-        pages: given out while the step runs.
-        cached_tokens: tokens already in the KV pool that the requests which decode read.
-        pairs: of the prompts' tokens, pairs of one and one before it or itself, which attention compares.
-        prompts: requests that got the first token after their prompt, or after computing their tokens again.
-        complete: requests that got their last token.
-        preempted: requests that gave their pages back.
-    """
-
-    phase: Phase
-    size: int
-    num_requests: int
-    num_decodes: int
-    pages: int
-    cached_tokens: int
-    pairs: int
-    prompts: list[Request]
-    complete: list[Request]
-    preempted: list[Request]
 
 
 class Scheduler:
@@ -93,7 +65,7 @@ class Scheduler:
         self.limits = limits
         self._packer = packer
         self._holdings = Holdings(limits, num_pages)
-        _check_limits(limits, self._holdings.num_pages)
+        check_limits(limits, self._holdings.num_pages)
         self._entries: dict[str, Entry] = {}
         self._waiting = WaitingQueue()
         self._prefilling: list[Entry] = []
@@ -102,6 +74,8 @@ class Scheduler:
         """Whose last token is under way; they still hold their rows and pages."""
         self._repeatable = False
         self.num_preemptions = 0
+        self.max_running = limits.max_batch
+        """Requests that may run at once; those that run already are left alone."""
 
     @property
     def has_work(self) -> bool:
@@ -190,6 +164,23 @@ class Scheduler:
                 finished.append(request)
         return finished
 
+    def take_back(self, batch: Batch) -> list[Request]:
+        """Undoes a step that could not be run, once the results of all before it were read: its requests give their
+        pages back and wait, in the same order, to be computed again.
+
+        Returns:
+            Those of its requests that are unfinished.
+        """
+        put_back = []
+        for chunk in reversed(batch.chunks):
+            if chunk.request.finish_reason is None:
+                chunk.request.num_pending -= chunk.samples
+                assert chunk.request.num_pending == 0, "a result before the step is unread"
+                put_back.append(self._put_back(self._entries[chunk.request.id], 0))
+        # Pages that the step was to fill could be shared from when it was decided on; nobody uses them any more.
+        self._holdings.forget_idle()
+        return put_back[::-1]
+
     def advance(self) -> Advance | None:
         """Decides the next step exactly as `schedule` does and takes its results for read, with tokens that end
         nothing: for simulations. No batch is built, tokens are counted and not kept. Not to be mixed with `schedule`.
@@ -272,14 +263,18 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Request:
         if self._prefilling:
-            entry = self._prefilling.pop()
-            request, cached = entry.request, entry.request.cached_len
+            entry = self._prefilling[-1]
+            cached = entry.request.cached_len
         else:
             entry = self._decoders.entries[-1]
-            request, cached = entry.request, self._decoders.cached_len(entry)
-            request.tokens += [0] * (cached - request.cached_len)  # of `advance`, which only counted them
-            self._decoders.leave(entry)
-        self._holdings.release(entry, cached, is_over=False)
+            cached = self._decoders.cached_len(entry)
+            entry.request.tokens += [0] * (cached - entry.request.cached_len)  # of `advance`, which only counted them
+        return self._put_back(entry, cached)
+
+    def _put_back(self, entry: Entry, num_cached: int) -> Request:
+        """Takes row and pages from a running request, which waits from now on to be computed again."""
+        self._withdraw(entry, num_cached, is_over=False)
+        request = entry.request
         request.cached_len = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -328,7 +323,9 @@ class Scheduler:
 
     def _can_admit(self) -> bool:
         entry = self._waiting.next
-        return entry is not None and not entry.request.num_pending and self._holdings.fits(entry)
+        if entry is None or entry.request.num_pending or self.num_running >= self.max_running:
+            return False
+        return self._holdings.fits(entry)
 
     def _admit(self) -> Entry:
         entry = self._waiting.let_in()
@@ -368,33 +365,23 @@ class Scheduler:
         request.tokens.append(token)
         return FinishReason.LENGTH if len(request.tokens) == self._entries[request.id].end else None
 
-    def _finish(self, entry: Entry, reason: FinishReason) -> None:
-        """Ends a request wherever it is. Tokens of it that are still under way will be dropped."""
+    def _withdraw(self, entry: Entry, num_cached: int, *, is_over: bool) -> None:
+        """Takes a running request out of its group, and its row and pages from it, as `Holdings.release` does."""
         if entry.base is not None:
             self._decoders.leave(entry)
-        elif entry.waiting:
-            self._waiting.give_up(entry)
-        elif entry.request.is_running:
+        else:
             queue = self._complete if entry in self._complete else self._prefilling
             queue.remove(entry)
-        if entry.request.is_running:
-            self._holdings.release(entry, entry.request.cached_len, is_over=True)
+        self._holdings.release(entry, num_cached, is_over=is_over)
+
+    def _finish(self, entry: Entry, reason: FinishReason) -> None:
+        """Ends a request wherever it is. Tokens of it that are still under way will be dropped."""
+        if entry.waiting:
+            self._waiting.give_up(entry)
+        elif entry.request.is_running:
+            self._withdraw(entry, entry.request.cached_len, is_over=True)
         entry.request.num_pending = 0
         entry.request.finish_reason = reason
         self._waiting.settle(entry, len(entry.request.tokens))
         del self._entries[entry.request.id]
         self._repeatable = False
-
-
-def _check_limits(limits: Limits, capacity: int) -> None:
-    needed = -(-limits.max_len // limits.page_size)
-    if capacity < needed:
-        raise FitError(
-            f"kv_pool: {capacity} pages of {limits.page_size} tokens do not hold a request of {limits.max_len} tokens",
-            f"Give the KV pool at least {needed} pages beside the dummy page, or lower the maximum length.",
-        )
-    if limits.chunk < limits.max_batch:
-        raise GplanError(
-            f"a chunk of {limits.chunk} tokens is below the maximum batch of {limits.max_batch} requests",
-            "Raise --chunk to at least --max-batch.",
-        )

@@ -17,8 +17,9 @@ from formats.plan import Limits
 from formats.trace import Trace
 from gplan.core import Phase, Request, SamplingParams
 from gplan.errors import GplanError
+from gplan.scheduling.advance import Advance
 from gplan.scheduling.report import PhaseReport, SimulationReport, distribution, milliseconds
-from gplan.scheduling.scheduler import Advance, Scheduler
+from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.times import PS_PER_US, PhaseTimes, StepTimes
 
 PS_PER_S = 1_000_000 * PS_PER_US

@@ -6,6 +6,7 @@ and prepared while step N runs.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,9 +18,13 @@ from formats.plan import Limits
 from gplan.core import Batch, FinishReason, Request, ShapeKey
 from gplan.graphs.executor import PromptLogprobs, Step, StepResult
 from gplan.graphs.masking import TokenMask
+from gplan.memory.failures import is_shortage
 from gplan.scheduling.scheduler import Scheduler
 from gplan.serving.grammar.constraints import Constraints
 from gplan.serving.protocol import Abort, Add, Drain, Failed, FromEngine, Idle, Output, Outputs, StepStats, ToEngine
+
+CALM_STEPS = 32
+"""How many steps must go well, the first time that memory ran out, before twice as many requests run at once."""
 
 IDLE_WAIT_MS = 200
 """How long an idle engine waits for a message before it looks whether its parent still lives."""
@@ -76,6 +81,8 @@ class Engine:
         """Results of flying steps that a mask needed early."""
         self._is_draining = False
         self._reported_idle = True
+        self._max_batch = limits.max_batch
+        self._calm_steps, self._calm_needed = 0, CALM_STEPS // 2
 
     def run(self) -> None:
         """Until drained, or orphaned."""
@@ -136,22 +143,52 @@ class Engine:
             self._scheduler.add(request)
         for request, why in self._constraints.take_failed():
             if self._serves(request):
-                self._abort(request.id)
-                self._channel.send(Failed(request.id, why))
+                self._fail(request, why)
 
     def _step(self) -> None:
         batch = self._scheduler.schedule()
         assert batch is not None or self._flying or not self._scheduler.has_work, "requests wait, and nothing can run"
         if batch is not None:
-            mask = partial(self._mask, batch) if self._constraints.applies_to(batch) else None
-            with _naming(batch, None):
-                self._flying.append(self._executor.launch(batch, mask))
+            self._launch(batch)
         keep = self._executor.result_lag if batch is not None else 0
         while len(self._flying) > keep:
             self._collect(self._flying.popleft())
         if self._is_idle and not self._reported_idle:
             self._reported_idle = True
             self._channel.send(Idle(self._scheduler.num_held_pages, self._scheduler.prefix_counts.cached_pages))
+
+    def _launch(self, batch: Batch) -> None:
+        mask = partial(self._mask, batch) if self._constraints.applies_to(batch) else None
+        try:
+            with self._naming(batch):
+                self._flying.append(self._executor.launch(batch, mask))
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            self._run_fewer(batch)
+        else:
+            self._calm_steps += 1
+            if self._calm_steps >= self._calm_needed and self._scheduler.max_running < self._max_batch:
+                self._scheduler.max_running *= 2
+                self._calm_steps = 0
+
+    def _run_fewer(self, batch: Batch) -> None:
+        """Memory ran out for a step. Its requests are computed again, half as many at once; one that had the step to
+        itself fails. More run again after a number of steps that grows with every time, so that requests get on."""
+        while self._flying:
+            self._collect(self._flying.popleft())
+        again = self._scheduler.take_back(batch)
+        if len(again) == 1:
+            self._fail(again[0], f"there is no memory for a {batch.phase} step of {batch.num_tokens} tokens")
+        elif again:
+            self._scheduler.max_running = len(again) // 2
+        self._calm_steps, self._calm_needed = 0, 2 * self._calm_needed
+        limit = self._scheduler.max_running
+        print(f"out of memory in a {batch.phase} step; {limit} requests run at once for now", file=sys.stderr)
+
+    def _fail(self, request: Request, why: str) -> None:
+        self._abort(request.id)
+        self._channel.send(Failed(request.id, why))
 
     def _mask(self, batch: Batch) -> TokenMask | None:
         """What may follow in a batch whose forward pass is on its way: waits for the tokens of the steps before it."""
@@ -162,7 +199,7 @@ class Engine:
     def _result_of(self, step: Step) -> StepResult:
         if step in self._read:
             return self._read[step]
-        with _naming(step.batch, step.key):
+        with self._naming(step.batch, step.key):
             return self._executor.collect(step)
 
     def _collect(self, step: Step) -> None:
@@ -226,13 +263,17 @@ class Engine:
             pages_cached=prefixes.cached_pages,
         )
 
-
-@contextmanager
-def _naming(batch: Batch, key: ShapeKey | None) -> Iterator[None]:
-    """Adds to an error which step it happened in."""
-    try:
-        yield
-    except Exception as error:
-        replayed = "" if key is None else f", replayed from {key}"
-        error.add_note(f"in a {batch.phase} step of {batch.num_requests} requests, {batch.num_tokens} tokens{replayed}")
-        raise
+    @contextmanager
+    def _naming(self, batch: Batch, key: ShapeKey | None = None) -> Iterator[None]:
+        """Adds to an error which step it happened in, and which were under way: a device may tell late."""
+        try:
+            yield
+        except Exception as error:
+            if key is not None:
+                error.add_note(f"replayed from {key}")
+            size = f"{batch.num_requests} requests, {batch.num_tokens} tokens"
+            error.add_note(f"in a {batch.phase} step of {size}")
+            if self._flying:
+                keys = ", ".join("an eager step" if step.key is None else str(step.key) for step in self._flying)
+                error.add_note(f"under way: {keys}")
+            raise

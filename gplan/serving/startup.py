@@ -19,6 +19,7 @@ from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.runner import PhaseRunner
 from gplan.graphs.synthetic import BatchMaker
+from gplan.memory.failures import taking
 from gplan.memory.ledger import LedgerEntry, MemoryLedger
 from gplan.models import load_model
 from gplan.serving.debugging import debug_costs
@@ -45,7 +46,7 @@ def start_executor(
 
     Raises:
         DriftError: checkpoint or machine are not those planned for.
-        FitError: a ledger row took more than planned, beyond tolerance.
+        FitError: memory ran out, or a ledger row took more than planned, beyond tolerance; names the row.
         CaptureError, VerificationError: a graph could not be captured, or differs from eager execution.
     """
     started = time.perf_counter()
@@ -55,7 +56,8 @@ def start_executor(
     ledger = MemoryLedger({row.name: row.planned_bytes for row in plan.ledger})
     graphs = make_graph_device(device)
     progress("load", 0, 1)
-    model = load_model(checkpoint, preflight.spec, dtype, device, plan.limits.max_len)
+    with taking("weights", plan.planned_bytes("weights")):
+        model = load_model(checkpoint, preflight.spec, dtype, device, plan.limits.max_len)
     ledger.book("weights", model.nbytes)
     progress("load", 1, 1)
     config = ExecutorConfig(
@@ -72,7 +74,8 @@ def start_executor(
     executor = build(model, preflight.spec, config, graphs, ledger.book, progress)
     ledger.book("non_torch", graphs.memory().non_torch)
     ledger.check()
-    recheck_receipts(executor, preflight.spec.vocab_size)
+    with taking("activation_reserve", plan.planned_bytes("activation_reserve"), "checking receipts"):
+        recheck_receipts(executor, preflight.spec.vocab_size)
     executor.check_addresses = debug.addresses
     if debug.kv:
         executor.check_kv()

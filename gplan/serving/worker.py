@@ -31,6 +31,9 @@ from gplan.serving.protocol import (
     unpack_to_engine,
 )
 
+DEVICE_FAILED = 6
+"""Exit code after an error of the device."""
+
 CRASHED = 70
 """Exit code of an engine that failed in a way that nobody foresaw."""
 
@@ -84,13 +87,23 @@ def main(endpoint: str, parent: int) -> int:
         code = getattr(error, "exit_code", 1)
         channel.send(Fatal(error.message + _where(error), error.hint, code))
     except Exception as error:
-        code = CRASHED
         traceback.print_exc()
-        what = f"the engine failed: {type(error).__name__}: {error}{_where(error)}"
-        channel.send(Fatal(what, "See the log above.", code))
+        last_words = _last_words(error)
+        code = last_words.code
+        channel.send(last_words)
     finally:
         channel.close()
     return code
+
+
+def _last_words(error: Exception) -> Fatal:
+    """What is said of an error that nobody foresaw. A failure of the device is told in one line, the last of all."""
+    from gplan.memory.failures import is_device_failure
+
+    if is_device_failure(error):
+        return Fatal(f"the device failed: {str(error).splitlines()[0]}{_where(error)}", "", DEVICE_FAILED)
+    what = f"the engine failed: {type(error).__name__}: {error}{_where(error)}"
+    return Fatal(what, "See the log above.", CRASHED)
 
 
 def _where(error: Exception) -> str:
@@ -155,5 +168,14 @@ def _wait_for_start(channel: SocketChannel, is_orphan: Callable[[], bool]) -> St
     return None
 
 
+def run(endpoint: str, parent: int) -> None:
+    """Ends the process with what `main` returns; after a failure of the device without tidying up, which may hang."""
+    code = main(endpoint, parent)
+    if code == DEVICE_FAILED:
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    run(sys.argv[1], int(sys.argv[2]))

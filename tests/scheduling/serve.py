@@ -149,6 +149,14 @@ class Server:
         self.finished += self.scheduler.update(*self._in_flight.popleft())
         return True
 
+    def fail(self) -> None:
+        """A turn whose step cannot be run."""
+        batch = self.scheduler.schedule()
+        while self._in_flight:
+            self.finished += self.scheduler.update(*self._in_flight.popleft())
+        if batch is not None:
+            self.scheduler.take_back(batch)
+
     def run(self) -> None:
         """Until every request is finished. A turn in which nothing happens while there is work is a deadlock."""
         while self.scheduler.has_work:

@@ -113,6 +113,13 @@ class Traffic(RuleBasedStateMachine):
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert capacity >= -(-MAX_LEN // self.limits.page_size)
 
+    @rule()
+    def a_step_cannot_be_run(self) -> None:
+        num_finished = len(self.server.finished)
+        self.server.fail()
+        self._check_finished(num_finished)
+        self.turns_as_oldest = 0
+
     def _turn(self) -> None:
         num_steps, num_finished = len(self.server.batches), len(self.server.finished)
         happened = self.server.step()
@@ -124,7 +131,10 @@ class Traffic(RuleBasedStateMachine):
             oldest = next(iter(self.live.values()))
             prefills = 2 * -(-MAX_LEN // self.limits.chunk)
             assert self.turns_as_oldest <= prefills + MAX_LEN + 2 * self.lag + 1, f"{oldest.id} waits for ever"
-        for finished in self.server.finished[num_finished:]:
+        self._check_finished(num_finished)
+
+    def _check_finished(self, since: int) -> None:
+        for finished in self.server.finished[since:]:
             prompt, stops = self.prompts[finished.id]
             assert finished.tokens[: len(prompt)] == prompt
             assert finished.tokens[len(prompt) :] == answer(prompt, finished.params.max_tokens, MAX_LEN, stops=stops)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -53,22 +53,34 @@ def make_served(folder: Path) -> Path:
 class Live:
     """`gplan serve` as a process. Use as a context, or `stop` it.
 
+    Args:
+        program: what Python runs; the command line by default.
+        environment: variables beside its own.
+
     Attributes:
         temporary: its folder for temporary files, its own.
     """
 
-    def __init__(self, plan: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "cli.main", "serve", str(plan), "--port", "0", *arguments]
+    def __init__(
+        self,
+        plan: Path,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "cli.main"),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        command = [sys.executable, *program, "serve", str(plan), "--port", "0", *arguments]
         command += ["--checkpoint", str(plan.with_suffix(""))]
         self.temporary = Path(tempfile.mkdtemp(dir=plan.parent))
-        environment = os.environ | {
+        variables = {
+            **os.environ,
+            **(environment or {}),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
         }
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True, cwd=plan.parent
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables, text=True, cwd=plan.parent
         )
         self.log: list[str] = []
         self.url = ""
