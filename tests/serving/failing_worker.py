@@ -1,19 +1,17 @@
-"""An engine process whose device fails after a while: replays of segments raise what GPLAN_TEST_FAILURE says.
-
-`illegal:N`: the N-th replay of a decode graph after ready, and whatever follows, reports an illegal access.
-`memory:N`: every N-th finds no memory.
-"""
+"""An engine process with a device of its own kind: one in 61 replays of a segment finds no memory, and once the file
+exists whose path is in GPLAN_TEST_DEVICE_FAILS all of them report an illegal access."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
 from gplan.graphs.capture.tape import TapeSegment
 
-kind, number = os.environ["GPLAN_TEST_FAILURE"].split(":")
+broken = Path(os.environ["GPLAN_TEST_DEVICE_FAILS"])
 replays = 0
 real_replay = TapeSegment.replay
 
@@ -21,9 +19,9 @@ real_replay = TapeSegment.replay
 def replay(self: TapeSegment) -> None:
     global replays
     replays += 1
-    if kind == "illegal" and replays >= int(number):
+    if broken.exists():
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with DSA.")
-    if kind == "memory" and replays % int(number) == 0:
+    if replays % 61 == 0:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     real_replay(self)
 

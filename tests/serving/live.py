@@ -100,7 +100,7 @@ class Live:
         self._has_url.set()
 
     def wait_until_ready(self) -> Live:
-        assert self._has_url.wait(120), "\n".join(self.log)
+        assert self._has_url.wait(300), "\n".join(self.log)
         assert self.url, "it ended before it was ready:\n" + "\n".join(self.log)
         return self
 

@@ -33,14 +33,13 @@ class Servers:
     drained: Live
     engine_killed: Live
     told_twice: Live
-    device_fails: Live
-    memory_runs_out: Live
+    on_failing_device: Live
 
 
 @pytest.fixture(scope="module")
 def servers(plan_path: Path) -> Iterator[Servers]:
     started = [Live(plan_path, "--api-key", KEY), *(Live(plan_path) for _ in range(2))]
-    started += [failing(plan_path, "illegal:1500"), failing(plan_path, "memory:61")]
+    started.append(on_failing_device(plan_path))
     try:
         for live in started:
             live.wait_until_ready()
@@ -50,10 +49,12 @@ def servers(plan_path: Path) -> Iterator[Servers]:
             live.stop()
 
 
-def failing(plan_path: Path, how: str) -> Live:
-    """A server whose engine is `failing_worker`."""
+def on_failing_device(plan_path: Path) -> Live:
+    """A server whose engine is `failing_worker`; its device fails for good once `broken` is there."""
     main = "import gplan.serving.client as c, cli.main as m; c.WORKER = 'tests.serving.failing_worker'; m.main()"
-    return Live(plan_path, program=("-c", main), environment={"GPLAN_TEST_FAILURE": how})
+    return Live(
+        plan_path, program=("-c", main), environment={"GPLAN_TEST_DEVICE_FAILS": str(plan_path.parent / "broken")}
+    )
 
 
 def is_running(pid: int) -> bool:
@@ -118,24 +119,9 @@ def test_an_engine_that_is_killed_turns_health_red_and_ends_the_server(servers: 
     assert "the engine process was killed by SIGKILL" in live.output
 
 
-def test_a_device_that_fails_ends_the_server_with_its_own_code_and_the_key(servers: Servers) -> None:
-    live = servers.device_fails
-    engine = live.engine_pid()
-    with live.stream("/v1/completions", ENDLESS) as response:
-        last = [line for line in response.iter_lines() if line][-1]
-    assert '"error"' in last
-    health = live.get("/health")
-    assert health.status_code == 503, "it is red before the server ends"
-    assert "the device failed: CUDA error: an illegal memory access" in health.json()["error"]["message"]
-    assert live.process.wait(10) == 6
-    assert not is_running(engine)
-    live.stop()
-    assert re.search(r"the device failed: CUDA error: an illegal .* \(replayed from decode:4", live.log[-1])
-
-
 def test_memory_that_runs_out_while_serving_fails_no_more_than_it_must(servers: Servers) -> None:
     """Of every 61 replays of a segment one finds no memory: those steps are run again, with fewer requests."""
-    live = servers.memory_runs_out
+    live = servers.on_failing_device
     body = {**LONG, "stream": False, "max_tokens": 40, "prompt": [[5 + index] * 9 for index in range(12)]}
     expected = servers.told_twice.post("/v1/completions", body).json()["choices"]
     for _ in range(3):
@@ -148,7 +134,24 @@ def test_memory_that_runs_out_while_serving_fails_no_more_than_it_must(servers: 
     assert "out of memory in a" in live.output, "no step was run without memory"
     assert eventually(lambda: live.metric("gplan_kv_pages_used") == 0)
     assert live.get("/health").status_code == 200
-    assert live.stop() == 0
+
+
+def test_a_device_that_fails_ends_the_server_with_its_own_code_and_the_key(servers: Servers, plan_path: Path) -> None:
+    live = servers.on_failing_device
+    engine = live.engine_pid()
+    with live.stream("/v1/completions", ENDLESS) as response:
+        lines = response.iter_lines()
+        next(lines)
+        (plan_path.parent / "broken").touch()
+        last = [line for line in lines if line][-1]
+    assert '"error"' in last
+    health = live.get("/health")
+    assert health.status_code == 503, "it is red before the server ends"
+    assert "the device failed: CUDA error: an illegal memory access" in health.json()["error"]["message"]
+    assert live.process.wait(10) == 6
+    assert not is_running(engine)
+    live.stop()
+    assert re.search(r"the device failed: CUDA error: an illegal .* \(replayed from \w+:\d+\)", live.log[-1])
 
 
 def test_a_second_signal_ends_at_once(servers: Servers) -> None:
