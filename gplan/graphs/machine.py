@@ -12,7 +12,6 @@ import platform
 import re
 from pathlib import Path
 
-import msgspec
 import torch
 
 from formats.plan import Fingerprint
@@ -29,8 +28,8 @@ def read_fingerprint(device: torch.device | str, kernels: str, prefill_kernel: s
         prefill_kernel: as the kernel set tells it.
     """
     device = torch.device(device)
-    found = _cuda_fingerprint(device, kernels) if device.type == "cuda" else _cpu_fingerprint(kernels)
-    return msgspec.structs.replace(found, prefill_kernel=prefill_kernel)
+    own = _cuda_fields(device) if device.type == "cuda" else _cpu_fields()
+    return _fingerprint(kernels, **own, prefill_kernel=prefill_kernel)
 
 
 def device_memory(device: torch.device | str) -> tuple[int, int]:
@@ -53,10 +52,9 @@ def host_memory() -> tuple[int, int]:
     return limit, max(0, min(free, limit - used))
 
 
-def _cpu_fingerprint(kernels: str) -> Fingerprint:
+def _cpu_fields() -> dict[str, object]:
     total, free = host_memory()
-    return _fingerprint(
-        kernels,
+    return dict(
         device="cpu",
         device_name=_cpu_name(),
         capability=torch.backends.cpu.get_cpu_capability().lower(),
@@ -69,11 +67,10 @@ def _cpu_fingerprint(kernels: str) -> Fingerprint:
     )
 
 
-def _cuda_fingerprint(device: torch.device, kernels: str) -> Fingerprint:
+def _cuda_fields(device: torch.device) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(device)
     total, free = device_memory(device)
-    return _fingerprint(
-        kernels,
+    return dict(
         device="cuda",
         device_name=properties.name,
         capability=f"{properties.major}.{properties.minor}",
