@@ -54,33 +54,33 @@ def host_memory() -> tuple[int, int]:
 
 def _cpu_fields() -> dict[str, object]:
     total, free = host_memory()
-    return dict(
-        device="cpu",
-        device_name=_cpu_name(),
-        capability=torch.backends.cpu.get_cpu_capability().lower(),
-        device_count=1,
-        device_memory=total,
-        free_memory=free,
-        num_threads=torch.get_num_threads(),
-        driver="",
-        clocks_mhz=_cpu_max_mhz(),
-    )
+    return {
+        "device": "cpu",
+        "device_name": _cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability().lower(),
+        "device_count": 1,
+        "device_memory": total,
+        "free_memory": free,
+        "num_threads": torch.get_num_threads(),
+        "driver": "",
+        "clocks_mhz": _cpu_max_mhz(),
+    }
 
 
 def _cuda_fields(device: torch.device) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(device)
     total, free = device_memory(device)
-    return dict(
-        device="cuda",
-        device_name=properties.name,
-        capability=f"{properties.major}.{properties.minor}",
-        device_count=torch.cuda.device_count(),
-        device_memory=total,
-        free_memory=free,
-        num_threads=0,
-        driver=_nvidia_driver(),
-        clocks_mhz=int(getattr(properties, "clock_rate", 0)) // 1000,
-    )
+    return {
+        "device": "cuda",
+        "device_name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "device_count": torch.cuda.device_count(),
+        "device_memory": total,
+        "free_memory": free,
+        "num_threads": 0,
+        "driver": _nvidia_driver(),
+        "clocks_mhz": int(getattr(properties, "clock_rate", 0)) // 1000,
+    }
 
 
 def _fingerprint(kernels: str, **fields: object) -> Fingerprint:
