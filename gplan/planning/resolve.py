@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -13,9 +12,8 @@ from gplan.graphs.machine import device_memory
 from gplan.models import Headers, ModelSpec, read_headers, read_spec
 from gplan.planning.choices import Choices
 from gplan.planning.options import PlanOptions
+from gplan.planning.rules import Facts, KernelsName, broken_kernels_rule
 from gplan.units import format_size, parse_size
-
-KernelsName = Literal["reference", "flashinfer"]
 
 PAGE_SIZE = 16
 DEFAULT_MAX_BATCH = {"cpu": 16, "cuda": 256}
@@ -25,7 +23,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "piecewise", "eager")
 LEAST_SLOTS, TOKENS_PER_SLOT = 8, 128
 """Request slots of a prefill graph: one for so many tokens of the chunk, but not fewer than a few."""
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +108,13 @@ def _dtype(options: PlanOptions, spec: ModelSpec, choices: Choices) -> torch.dty
 def _kernels(
     options: PlanOptions, spec: ModelSpec, device: torch.device, dtype: torch.dtype, choices: Choices
 ) -> KernelsName:
-    obstacle = _flashinfer_obstacle(spec, device, dtype)
+    facts = Facts(device=device.type, kernels="flashinfer", dtype=str(dtype), head_dim=spec.head_dim)
+    obstacle = broken_kernels_rule("flashinfer", facts)
     if options.kernels is None:
         if obstacle is None:
             choices.default("kernels", "flashinfer", "the kernels for a GPU")
             return "flashinfer"
-        choices.rule("kernels", "reference", obstacle)
+        choices.rule("kernels", "reference", str(obstacle))
         return "reference"
     if options.kernels == "reference":
         choices.lock("kernels", "reference", "--kernels")
@@ -127,16 +125,6 @@ def _kernels(
         choices.lock("kernels", "flashinfer", "--kernels")
         return "flashinfer"
     raise GplanError(f"--kernels {options.kernels}: unknown", "Use reference or flashinfer.")
-
-
-def _flashinfer_obstacle(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return "flashinfer needs a GPU"
-    if dtype is torch.float32:
-        return "flashinfer computes attention in half precision only"
-    if spec.head_dim not in FLASHINFER_HEAD_DIMS:
-        return f"flashinfer has no kernels for head_dim {spec.head_dim}"
-    return None
 
 
 def _limits(options: PlanOptions, spec: ModelSpec, device: torch.device, choices: Choices) -> Limits:
