@@ -156,8 +156,8 @@ def _doubtful(problem: Problem, curve: Curve, solutions: tuple[Solution, ...], n
     return sorted(doubts, key=lambda size: (-doubts[size], size))
 
 
-def _steps_by_bucket(problem: Problem, solution: Solution) -> dict[int, int]:
-    taken: dict[int, int] = {}
+def _steps_by_bucket(problem: Problem, solution: Solution) -> dict[int, float]:
+    taken: dict[int, float] = {}
     for size, count in problem.steps:
         if not any(first <= size <= last for first, last in solution.eager_sizes):
             bucket = solution.ladder[bisect_left(solution.ladder, size)]

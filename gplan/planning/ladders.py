@@ -21,8 +21,8 @@ from gplan.errors import GplanError
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-Steps = Sequence[tuple[int, int]]
-"""(size, number of steps that ran at it)."""
+Steps = Sequence[tuple[int, float]]
+"""(size, number of steps that ran at it, or are expected)."""
 
 _GRANULE = {Phase.DECODE: 8, Phase.PREFILL: 16}
 _FIRST = {Phase.DECODE: (1, 2, 4, 8), Phase.PREFILL: (8, 16)}

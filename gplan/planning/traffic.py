@@ -30,6 +30,10 @@ from gplan.scheduling.times import PhaseTimes, StepTimes, phase_times, rows_us
 MAX_BUCKETS = 16
 """Buckets of a phase at most, where traffic was given to choose them by."""
 
+DOUBT = 0.2
+"""Part of the steps that are taken to be of any size: tomorrow's traffic is not today's, and a size that never ran
+should not cost many times its own."""
+
 MIN_HALF = 10
 """Requests of a half of the workload at least, for the second half to be held out."""
 
@@ -100,10 +104,15 @@ def read_traffic(spec: str, max_len: int) -> Traffic:
     if not trace.requests:
         raise GplanError(f"--workload {spec}: no requests in it", "Give a trace of at least one request.")
     name = spec if is_stated(spec) else spec.rsplit("/", 1)[-1]
-    middle = len(trace.requests) // 2
-    if middle < MIN_HALF:
+    if len(trace.requests) < 2 * MIN_HALF:
         return Traffic(name, trace, None)
-    return Traffic(name, _part(trace, 0, middle), _part(trace, middle, len(trace.requests)))
+    return Traffic(name, *halves(trace))
+
+
+def halves(trace: Trace) -> tuple[Trace, Trace]:
+    """The first and the second half of the requests, of which there are at least two; each begins at its first."""
+    middle = len(trace.requests) // 2
+    return _part(trace, 0, middle), _part(trace, middle, len(trace.requests))
 
 
 def run_traffic(
@@ -133,6 +142,13 @@ def even_steps(maximum: int) -> Steps:
     return tuple((size, 1) for size in range(1, maximum + 1))
 
 
+def with_doubt(steps: Steps, maximum: int) -> list[tuple[int, float]]:
+    """The steps, and a part of as many (`DOUBT`) spread evenly over all sizes."""
+    each = DOUBT * sum(count for _, count in steps) / maximum
+    counts = dict(steps)
+    return [(size, counts.get(size, 0) + each) for size in range(1, maximum + 1)] if each else []
+
+
 def problem_of(
     figures: PhaseFigures,
     steps: Steps,
@@ -145,7 +161,7 @@ def problem_of(
     maximum, buckets = figures.setup.max_size, figures.buckets
     return Problem(
         maximum=maximum,
-        steps=steps,
+        steps=with_doubt(steps, maximum),
         candidates=tuple(candidates),
         graph_us=_over(figures.graph_us, maximum),
         eager_us=_over(figures.eager_us, maximum),
