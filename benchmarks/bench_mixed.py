@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from formats.container import read_plan
 from formats.plan import Plan
 from gplan.core import SamplingParams
+from gplan.scheduling.packing import packer_of_plan
 from gplan.serving.engine import Engine
 from gplan.serving.protocol import Abort, Add, Drain, FromEngine, Idle, Outputs, ToEngine
 from gplan.serving.startup import start_executor
@@ -130,7 +131,7 @@ def main() -> None:
     load = Load(mixed_requests(plan, arguments.requests, arguments.longest, rng), arguments.concurrency, rng)
     compiled = ready.executor.device.compilations()
     started = time.perf_counter()
-    Engine(ready.executor, plan.limits, plan.num_kv_pages, load, lambda: False).run()
+    Engine(ready.executor, plan.limits, plan.num_kv_pages, load, lambda: False, packer=packer_of_plan(plan)).run()
     seconds = time.perf_counter() - started
     reasons: Counter[str] = Counter()
     for (phase, reason, _), count in load.eager.items():

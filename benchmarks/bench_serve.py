@@ -23,6 +23,7 @@ from typing import Any
 from formats.container import read_plan
 from formats.plan import Plan
 from gplan.core import SamplingParams
+from gplan.scheduling.packing import packer_of_plan
 from gplan.serving.engine import Engine
 from gplan.serving.protocol import Add, Drain, FromEngine, Outputs, ToEngine
 from gplan.serving.startup import Ready, start_executor
@@ -63,7 +64,7 @@ class Wire:
 
 def run(ready: Ready, plan: Plan, requests: Sequence[Add]) -> Wire:
     wire = Wire(requests)
-    Engine(ready.executor, plan.limits, plan.num_kv_pages, wire, lambda: False).run()
+    Engine(ready.executor, plan.limits, plan.num_kv_pages, wire, lambda: False, packer=packer_of_plan(plan)).run()
     return wire
 
 

@@ -14,6 +14,7 @@ from cli.views import echo_json
 from formats.container import read_plan
 from formats.plan import PhasePlan, Plan, plan_id
 from formats.workload import read_workload
+from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import Distribution, PhaseReport, SimulationReport
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate as run_simulation
@@ -64,13 +65,14 @@ def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
     trace = trace.sped_up(speedup).truncated(read.limits.max_len)
     times = times_of_plan(read)
     lag = 1 if read.fingerprint.device == "cuda" else 0
+    scheduler = Scheduler(read.limits, read.num_kv_pages, packer_of(times.prefill))
     view = SimulationView(
         plan_id=plan_id(read),
         workload=workload,
         workload_digest=trace.digest(),
         speedup=speedup,
         num_skipped=trace.num_skipped,
-        report=run_simulation(trace, Scheduler(read.limits, read.num_kv_pages), times, lag=lag),
+        report=run_simulation(trace, scheduler, times, lag=lag),
     )
     if as_json:
         echo_json(view)

@@ -22,6 +22,7 @@ from gplan.planning.buckets import Problem, Solution, solve
 from gplan.planning.curves import Curve
 from gplan.planning.eager import LEAST_GAIN
 from gplan.planning.ladders import NAMED_LADDERS, FloatArray, ladder_cost, named_ladder
+from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import SimulationReport
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate
@@ -120,7 +121,7 @@ def run_traffic(
 ) -> SimulationReport:
     """The serving scheduler on measured times."""
     times = StepTimes(figures[Phase.DECODE].times(), figures[Phase.PREFILL].times())
-    return simulate(trace, Scheduler(limits, num_pages), times, lag=lag)
+    return simulate(trace, Scheduler(limits, num_pages, packer_of(times.prefill)), times, lag=lag)
 
 
 def workload_of(traffic: Traffic, report: SimulationReport) -> Workload:

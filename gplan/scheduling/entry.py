@@ -53,6 +53,11 @@ class Entry:
         self.in_use = (-1, 0)
         self.waiting = True
 
+    @property
+    def num_uncomputed(self) -> int:
+        """Of its tokens, those that no step has computed yet."""
+        return self.request.num_tokens - self.request.cached_len
+
 
 class Decoders:
     """Requests past their prompts, oldest first. All take one token at every step, so what happens to each is known

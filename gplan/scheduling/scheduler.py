@@ -13,7 +13,8 @@ Policy, in this order at every step:
    pages of all its tokens are, beside one page for each running request, itself included, that has yet to grow. It then
    holds those pages from its first chunk on, so that prompts under way never compete for pages. Its first tokens need
    not be computed where the prefix cache knows their pages.
-4. With a `Packer`, the cut of the last prompt is moved to a bucket where that ends it sooner.
+4. With a `Packer`, and while nobody waits, the last prompt of a step that would be padded far is cut at a bucket below,
+   where that ends it sooner. The next step computes its rest and lets nobody in.
 
 When a decode finds no free page, the youngest running request gives all of its pages back, waits at the head of the
 queue, and later computes its tokens again (preemption by recomputation). Who was let in first never yields and any
@@ -73,6 +74,8 @@ class Scheduler:
         self._complete: list[Entry] = []
         """Whose last token is under way; they still hold their rows and pages."""
         self._repeatable = False
+        self._is_cut = False
+        """The last step left a part of a prompt to the next, which takes nobody in."""
         self.num_preemptions = 0
         self.max_running = limits.max_batch
         """Requests that may run at once; those that run already are left alone."""
@@ -291,35 +294,40 @@ class Scheduler:
 
     def _fill(self, budget: int) -> list[tuple[Entry, int]]:
         """Shares `budget` tokens out among prompts: (entry, tokens) in order of arrival."""
-        parts = []
+        parts: list[tuple[Entry, int]] = []
         for entry in self._prefilling:
             if budget == 0:
                 break
-            parts.append((entry, self._part(entry, budget)))
+            parts.append((entry, min(budget, entry.num_uncomputed)))
             budget -= parts[-1][1]
-        while budget > 0 and self._can_admit():
+        num_lent, is_cut, self._is_cut = 0, self._is_cut and bool(parts), False
+        while budget > 0 and self._waiting and not is_cut:
+            num_lent = self._lend(parts, num_lent)
+            if not self._can_admit():
+                break
             entry = self._admit()
-            parts.append((entry, self._part(entry, budget)))
+            parts.append((entry, min(budget, entry.num_uncomputed)))
             budget -= parts[-1][1]
-        if self._packer is not None and budget == 0 and parts and not self._waiting:
-            self._cut_to_buckets(self._packer, parts)
+        if self._packer is not None and parts and not self._waiting:
+            self._cut_to_bucket(self._packer, parts)
+        self._lend(parts, num_lent)
         return parts
 
-    def _part(self, entry: Entry, budget: int) -> int:
-        """How many tokens of a prompt the step computes; as soon as that is all of them, its pages can be shared."""
-        rest = entry.request.num_tokens - entry.request.cached_len
-        if rest > budget:
-            return budget
-        self._holdings.lend(entry, entry.request.num_tokens)
-        return rest
+    def _lend(self, parts: list[tuple[Entry, int]], start: int) -> int:
+        """As soon as all of a prompt is in a step, its pages can be shared. Returns how many parts were looked at."""
+        for entry, length in parts[start:]:
+            if length == entry.num_uncomputed:
+                self._holdings.lend(entry, entry.request.num_tokens)
+        return len(parts)
 
-    def _cut_to_buckets(self, packer: Packer, parts: list[tuple[Entry, int]]) -> None:
-        """Shortens the last chunk of a full step where the one prompt that is left then ends sooner."""
+    def _cut_to_bucket(self, packer: Packer, parts: list[tuple[Entry, int]]) -> None:
+        """Leaves a part of the last prompt to the next step where it then ends sooner."""
         entry, length = parts[-1]
-        rest = entry.request.num_tokens - entry.request.cached_len - length
-        if rest:
-            decodes = len(self._decoders) + len(parts) - 1
-            parts[-1] = (entry, length - packer.tokens_to_leave(length, rest, decodes))
+        if length == entry.num_uncomputed:
+            size = len(self._decoders) + sum(part[1] for part in parts)
+            leave = packer.tokens_to_leave(size, length, len(self._decoders) + len(parts) - 1)
+            parts[-1] = (entry, length - leave)
+            self._is_cut = leave > 0
 
     def _can_admit(self) -> bool:
         entry = self._waiting.next

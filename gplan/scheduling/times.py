@@ -57,14 +57,20 @@ class PhaseTimes:
     def step_ps(self, size: int, num_requests: int, cached_tokens: int, pairs: int = 0) -> int:
         """A step of `size` whose decoding requests read `cached_tokens` in all and whose prompts compare `pairs`; at
         least 1 ps."""
-        bucket = self.bucket[size]
-        if not bucket or 0 < self.request_slots < num_requests:
+        if 0 < self.request_slots < num_requests:
             base = self.eager_ps[size] - self.rows_ps[size]
         else:
-            base = self.graph_ps[bucket] - self.rows_ps[bucket]
+            base = self.padded_ps(size)
         if self.beyond_ps:
             base += self.beyond_ps[num_requests]
         return max(1, base + self.cached_ps * cached_tokens + self.pair_ps * pairs)
+
+    def padded_ps(self, size: int) -> int:
+        """A step of `size` as its size says, without what its rows read or compare."""
+        bucket = self.bucket[size]
+        if not bucket:
+            return self.eager_ps[size] - self.rows_ps[size]
+        return self.graph_ps[bucket] - self.rows_ps[bucket]
 
     def padding_ps(self, size: int) -> int:
         """Of a replay at `size`, what a bucket of exactly that size would spare."""

@@ -19,6 +19,7 @@ from gplan.core import Batch, FinishReason, Request, ShapeKey
 from gplan.graphs.executor import PromptLogprobs, Step, StepResult
 from gplan.graphs.masking import TokenMask
 from gplan.memory.failures import is_shortage
+from gplan.scheduling.packing import Packer
 from gplan.scheduling.scheduler import Scheduler
 from gplan.serving.grammar.constraints import Constraints
 from gplan.serving.protocol import Abort, Add, Drain, Failed, FromEngine, Idle, Output, Outputs, StepStats, ToEngine
@@ -60,6 +61,7 @@ class Engine:
         is_orphan: whether nobody is left to serve.
         constraints: of requests that have a grammar.
         look: called every round; what it returns now and then is sent.
+        packer: cuts prompts to the plan's buckets.
     """
 
     def __init__(
@@ -71,10 +73,11 @@ class Engine:
         is_orphan: Callable[[], bool],
         constraints: Constraints | None = None,
         look: Callable[[], FromEngine | None] = lambda: None,
+        packer: Packer | None = None,
     ) -> None:
         self._executor, self._channel, self._is_orphan, self._look = executor, channel, is_orphan, look
         self._constraints = constraints or Constraints(None)
-        self._scheduler = Scheduler(limits, num_pages)
+        self._scheduler = Scheduler(limits, num_pages, packer)
         self._requests: dict[str, Request] = {}
         self._flying: deque[Step] = deque()
         self._read: dict[Step, StepResult] = {}

@@ -19,6 +19,7 @@ import zmq
 from formats.container import decode
 from formats.errors import FormatError
 from gplan.errors import GplanError
+from gplan.scheduling.packing import packer_of_plan
 from gplan.serving.protocol import (
     Fatal,
     FromEngine,
@@ -156,7 +157,8 @@ def _serve(channel: SocketChannel, parent: int) -> None:
         )
     )
     constraints, watch = Constraints(vocabulary), LedgerWatch(ready.executor.device, ready.ledger)
-    Engine(ready.executor, plan.limits, num_pages, channel, is_orphan, constraints, watch.look).run()
+    packer = packer_of_plan(plan)
+    Engine(ready.executor, plan.limits, num_pages, channel, is_orphan, constraints, watch.look, packer).run()
     ready.executor.close()
 
 

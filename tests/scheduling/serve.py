@@ -33,7 +33,8 @@ def limits(
 
 def packer(chunk: int) -> Packer:
     """Buckets of which each takes as long as it is large, beside a start."""
-    return Packer({size: 3.0 + size for size in (*range(3, chunk, 3), chunk)})
+    buckets = [*range(3, chunk, 3), chunk]
+    return Packer([3.0 + min(-(-size // 3) * 3, chunk) for size in range(chunk + 1)], buckets)
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int, *, stops: bool = True) -> Request:
