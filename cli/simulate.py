@@ -8,7 +8,9 @@ import click
 import msgspec
 
 from cli.drawing import draw_ladder
+from cli.failure import say
 from cli.parameters import check_finite, plan_argument
+from cli.plotting import plot_option, write_plot
 from cli.text import columns, count, section, short
 from cli.views import echo_json
 from formats.container import read_plan
@@ -48,8 +50,9 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
     callback=check_finite,
     help="Of arrivals.",
 )
+@plot_option
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
+def simulate(plan: str, workload: str, speedup: float, plot: str | None, as_json: bool) -> None:
     """Runs a workload through the scheduler that serves, on a clock that goes by the plan's measured times.
 
     TRACE is a file (gplan's own JSONL, Azure, Mooncake, BurstGPT) or words: uniform:100-1024,
@@ -59,6 +62,7 @@ def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
     Examples:
       gplan simulate model.gplan --workload poisson:rate=8,in=512,out=128
       gplan simulate model.gplan --workload trace.csv --speedup 2 --json
+      gplan simulate model.gplan --workload trace.csv --plot steps.html
     """
     read = read_plan(plan)
     trace = read_workload(workload)
@@ -74,6 +78,9 @@ def simulate(plan: str, workload: str, speedup: float, as_json: bool) -> None:
         num_skipped=trace.num_skipped,
         report=run_simulation(trace, scheduler, times, lag=lag),
     )
+    if plot is not None:
+        write_plot(plot, read, times, view.report.decode.steps, view.report.prefill.steps, workload)
+        say(f"drawn into {plot}")
     if as_json:
         echo_json(view)
     else:

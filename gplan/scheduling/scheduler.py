@@ -228,11 +228,13 @@ class Scheduler:
         Who could not be admitted before that step cannot be now: rows are the same, and each page that a decode takes
         was kept for it.
         """
-        short = self._decoders.short()
-        if not self._repeatable or self._complete or len(short) > self._holdings.num_free:
+        if not self._repeatable or self._complete:
             return None
+        short = self._decoders.short()
         more_pages = len(short)
         if more_pages:
+            if more_pages > self._holdings.num_free:
+                return None
             self._holdings.grow(short)
         self._complete = self._decoders.step()
         return more_pages, self._completed() if self._complete else []

@@ -115,15 +115,18 @@ class _Run:
         now, end = self._now, self._end
         count = busy = page_ps = 0
         complete: list[Request] = []
-        duration, varies = times.step_ps(size, size, cached_tokens), times.cached_ps > 0
+        fixed, cached_ps = times.fixed_ps(size, size), times.cached_ps
+        duration = times.step_ps(size, size, cached_tokens)
         while not complete and now < horizon:
             repeated = repeat()
             if repeated is None:
                 break
             more_pages, complete = repeated
-            if varies:
+            if cached_ps:
                 cached_tokens += size
-                duration = times.step_ps(size, size, cached_tokens)
+                duration = fixed + cached_ps * cached_tokens
+                if duration < 1:
+                    duration = 1
             count += 1
             pages += more_pages
             before, launched = end, now + overhead

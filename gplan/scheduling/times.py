@@ -57,13 +57,16 @@ class PhaseTimes:
     def step_ps(self, size: int, num_requests: int, cached_tokens: int, pairs: int = 0) -> int:
         """A step of `size` whose decoding requests read `cached_tokens` in all and whose prompts compare `pairs`; at
         least 1 ps."""
+        fixed = self.fixed_ps(size, num_requests)
+        return max(1, fixed + self.cached_ps * cached_tokens + self.pair_ps * pairs)
+
+    def fixed_ps(self, size: int, num_requests: int) -> int:
+        """Of a step, what does not depend on its tokens' contexts."""
         if 0 < self.request_slots < num_requests:
-            base = self.eager_ps[size] - self.rows_ps[size]
+            fixed = self.eager_ps[size] - self.rows_ps[size]
         else:
-            base = self.padded_ps(size)
-        if self.beyond_ps:
-            base += self.beyond_ps[num_requests]
-        return max(1, base + self.cached_ps * cached_tokens + self.pair_ps * pairs)
+            fixed = self.padded_ps(size)
+        return fixed + self.beyond_ps[num_requests] if self.beyond_ps else fixed
 
     def padded_ps(self, size: int) -> int:
         """A step of `size` as its size says, without what its rows read or compare."""
