@@ -26,6 +26,7 @@ from gplan.core import Phase, ShapeKey
 from gplan.planning.buckets import candidate_sizes, solve
 from gplan.planning.curves import Curve
 from gplan.planning.ladders import NAMED_LADDERS, LadderCost, ladder_cost, named_ladder
+from gplan.planning.ladders import Steps as Expected
 from gplan.planning.traffic import PhaseFigures, Steps, halves, problem_of, run_traffic, steps_of
 
 BOUNDS = {Phase.DECODE: 0.01, Phase.PREFILL: 0.02}
@@ -52,12 +53,12 @@ def solved(figures: PhaseFigures, steps: Steps, max_buckets: int) -> PhaseFigure
     return replace(figures, setup=replace(figures.setup, keys=keys, eager_sizes=solution.eager_sizes))
 
 
-def cost_of(figures: PhaseFigures, steps: Steps) -> LadderCost:
+def cost_of(figures: PhaseFigures, steps: Expected) -> LadderCost:
     return cost(figures, [key.size for key in figures.setup.keys], steps, figures.setup.eager_sizes)
 
 
 def cost(
-    figures: PhaseFigures, ladder: Sequence[int], steps: Steps, eager_sizes: Sequence[tuple[int, int]] = ()
+    figures: PhaseFigures, ladder: Sequence[int], steps: Expected, eager_sizes: Sequence[tuple[int, int]] = ()
 ) -> LadderCost:
     maximum = figures.setup.max_size
     graph_us, eager_us = (

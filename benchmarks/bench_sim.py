@@ -4,8 +4,8 @@
 
 The real run goes through the engine loop that `gplan serve` runs, in this process, without HTTP. `throughput_error` is
 simulated over real output tokens a second, less 1; `steps_distance` half the sum of the differences between the shares
-of steps at each phase and size (total variation), `buckets_distance` the same by graph replayed; `speed` the planned
-time of the real run's steps over what they took: how fast the machine was, compared with when it was planned for.
+of steps at each phase and size (total variation), `buckets_distance` the same by graph replayed. A CPU that others
+keep busy is not the machine that was planned for: plan, then run this, while it is quiet.
 """
 
 from __future__ import annotations

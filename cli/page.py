@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cli.drawing import draw_ladder
 from cli.text import columns, count, quantity, section, short
 from cli.views import PlanView
-from formats.plan import Bucket, Fingerprint, PhasePlan, Plan, Timing
+from formats.plan import Bucket, Costs, Fingerprint, PhasePlan, Plan, Timing
 from gplan.units import format_size
 
 
@@ -98,10 +98,37 @@ def _phase(plan: Plan, phase: PhasePlan, unit: str) -> Iterator[str]:
         yield f"replayed only where padding adds at most {phase.padding_cap:.0%} of the rows"
     if phase.eager_sizes:
         yield f"eager although covered: {', '.join(_span(*span) for span in phase.eager_sizes)} {unit}"
+    yield from _predictions(phase, unit)
+    yield from _costs(phase.costs)
     steps = plan.workload.decode_steps if phase.phase == "decode" else plan.workload.prefill_steps
     if steps:
         yield ""
         yield from _drawing(phase, steps, unit)
+
+
+def _predictions(phase: PhasePlan, unit: str) -> Iterator[str]:
+    """How well times between measured sizes are known."""
+    if not phase.predictions:
+        return
+    errors = sorted((abs(p.predicted_us / p.measured_us - 1), p.size) for p in phase.predictions)
+    worst, size = errors[-1]
+    middle = errors[len(errors) // 2][0]
+    yield (
+        f"{count(len(errors), 'time')} between measured sizes foretold, then measured: off by {middle:.1%} in the "
+        f"middle, {worst:.1%} at most ({size} {unit})"
+    )
+
+
+def _costs(costs: Costs) -> Iterator[str]:
+    """What steps take beside what their size says."""
+    if costs.cached_us:
+        timed = f"; sizes were timed at {count(costs.context, 'token')} each" if costs.context else ""
+        yield f"1,000 cached tokens more for a request that decodes: {short(costs.cached_us * 1e3)} µs{timed}"
+    if costs.pair_us:
+        yield f"1,000 tokens of a prompt after 1,000 others: {short(costs.pair_us * 1e6)} µs more than alone"
+    if costs.beyond_us:
+        around = ", ".join(f"{short(us)} µs at {count(n, 'request')}" for n, us in costs.beyond_us)
+        yield f"beyond the forward, step after step: {around}; before it on the host: {short(costs.host_us)} µs"
 
 
 def _chose(field: str, phase: PhasePlan) -> bool:
@@ -188,7 +215,20 @@ def _regrets(plan: Plan) -> list[str]:
         )
         for entry in plan.regrets
     ]
-    return columns(("phase", "ladder", "workload", "buckets", "regret", "padding"), rows, left=3) if rows else []
+    if not rows:
+        return []
+    table = columns(("phase", "ladder", "workload", "buckets", "regret", "padding"), rows, left=3)
+    return [*table, *_as_good(plan)]
+
+
+def _as_good(plan: Plan) -> Iterator[str]:
+    """Fixed ladders that do as well as this plan's for some traffic."""
+    own = {(entry.phase, entry.workload): entry for entry in plan.regrets if entry.ladder == "gplan"}
+    for entry in plan.regrets:
+        ours = own.get((entry.phase, entry.workload))
+        if ours is not None and entry is not ours and entry.regret <= ours.regret:
+            buckets = f"{count(entry.num_buckets, 'bucket')} against {ours.num_buckets}"
+            yield f"as good or better for {entry.phase}, {entry.workload}: {entry.ladder}, {buckets}"
 
 
 def _receipts(plan: Plan) -> Iterator[str]:

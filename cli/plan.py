@@ -41,6 +41,12 @@ NOISY = 0.2
     type=click.Path(),
     help="Choose the buckets for another workload from what this plan measured; needs no model and no GPU.",
 )
+@click.option(
+    "--speedup",
+    type=click.FloatRange(0, min_open=True),
+    callback=check_finite,
+    help="Of the workload's arrivals; 1 unless given.",
+)
 @click.option("--max-batch", type=AT_LEAST_ONE, help="Requests at once, at most.")
 @click.option("--max-len", type=AT_LEAST_ONE, help="Tokens of one request at most, prompt and answer together.")
 @click.option("--chunk", type=AT_LEAST_ONE, help="Tokens of one step at most; longer prompts take several steps.")

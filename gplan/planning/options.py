@@ -30,6 +30,7 @@ class PlanOptions:
     Attributes:
         checkpoint: a folder of safetensors with its config, or a hub name, as the user wrote it.
         workload: a trace file or traffic stated in words, to solve the ladders for; None for the default ladders.
+        speedup: how many times as fast the workload's requests arrive; None for as fast as it says.
         max_len: tokens of one request at most, prompt and output together.
         chunk: tokens of one step at most.
         prefix_cache: keep full pages of keys and values for requests that begin with the same tokens.
@@ -44,6 +45,7 @@ class PlanOptions:
 
     checkpoint: str
     workload: str | None = None
+    speedup: float | None = None
     max_batch: int | None = None
     max_len: int | None = None
     chunk: int | None = None

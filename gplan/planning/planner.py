@@ -50,7 +50,9 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
     """
     resolved = resolve(options)
     choices = Choices(resolved.choices)
-    traffic = None if options.workload is None else read_traffic(options.workload, resolved.limits.max_len)
+    traffic = (
+        None if options.workload is None else read_traffic(options.workload, resolved.limits.max_len, options.speedup)
+    )
     ladders = {phase: _ladder(phase, options, resolved, choices) for phase in Phase}
     prefill_kernel = kernels_class(resolved.kernels).prefill_kernel(
         resolved.dtype, resolved.spec.head_dim, resolved.device

@@ -57,7 +57,7 @@ def replan(old: Plan, options: PlanOptions) -> Plan:
     _refuse_what_needs_measuring(old, options)
     if options.workload is None:
         raise GplanError("--from without --workload: nothing would change", "Give the traffic to plan for.")
-    traffic = read_traffic(options.workload, old.limits.max_len)
+    traffic = read_traffic(options.workload, old.limits.max_len, options.speedup)
     figures = {phase: _figures(old, old.phase(phase)) for phase in Phase}
     lag = 1 if old.fingerprint.device == "cuda" else 0
     report = run_traffic(traffic.seen, old.limits, old.num_kv_pages, figures, lag)

@@ -94,17 +94,22 @@ class PhaseFigures:
         )
 
 
-def read_traffic(spec: str, max_len: int) -> Traffic:
+def read_traffic(spec: str, max_len: int, speedup: float | None = None) -> Traffic:
     """Reads a workload; its second half is held out where it is long enough.
+
+    Args:
+        speedup: of its arrivals.
 
     Raises:
         GplanError: it holds no request.
         FormatError: it cannot be read; names file, line and field.
     """
-    trace = read_workload(spec).truncated(max_len)
+    trace = read_workload(spec).sped_up(speedup or 1.0).truncated(max_len)
     if not trace.requests:
         raise GplanError(f"--workload {spec}: no requests in it", "Give a trace of at least one request.")
     name = spec if is_stated(spec) else spec.rsplit("/", 1)[-1]
+    if speedup is not None:
+        name += f", {speedup:g} times as fast"
     if len(trace.requests) < 2 * MIN_HALF:
         return Traffic(name, trace, None)
     return Traffic(name, *halves(trace))

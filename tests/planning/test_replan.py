@@ -29,16 +29,16 @@ def sizes(plan: Plan, phase: str) -> list[int]:
 
 
 def test_ladders_follow_the_traffic_and_keep_their_maximum() -> None:
-    new = for_traffic()
-    assert sizes(new, "decode") == [1, 2, 16]
+    new = for_traffic(startup_budget_s=0.1)
+    assert sizes(new, "decode") == [2, 8, 16]
     assert sizes(new, "prefill")[-1] == 128
     assert set(sizes(new, "prefill")) < set(sizes(OLD, "prefill"))
-    busy = for_traffic("closed:16,in=5-12,out=20-40")
-    assert set(sizes(busy, "decode")) - {1, 2, 16}, "traffic of sixteen clients wants other sizes"
+    busy = for_traffic("closed:16,in=5-12,out=20-40", startup_budget_s=0.1)
+    assert set(sizes(busy, "decode")) - {2, 8, 16}, "traffic of sixteen clients wants other sizes"
 
 
 def test_only_what_follows_from_traffic_changes() -> None:
-    new = for_traffic()
+    new = for_traffic(startup_budget_s=0.1)
     assert decode(encode(new)) == new
     comparison = compare(OLD, new)
     assert {entry.field.partition(".")[2] for entry in comparison.decisions} <= {"ladder", "eager_sizes"}
@@ -49,7 +49,7 @@ def test_only_what_follows_from_traffic_changes() -> None:
     assert (new.ledger, new.num_kv_pages) == (OLD.ledger, OLD.num_kv_pages)
     reasons = {choice.field: choice for choice in new.choices}
     assert plan_id(OLD) in reasons["decode.ladder"].reason
-    assert reasons["decode.ladder"].value == "1,2,16"
+    assert reasons["decode.ladder"].value == "2,8,16"
 
 
 def test_the_same_traffic_gives_the_same_plan() -> None:
@@ -110,7 +110,7 @@ def test_options_that_are_as_planned_are_no_obstacle() -> None:
 
 def test_every_option_is_looked_at() -> None:
     """A new option of `gplan plan` must be refused or used; this fails until it is."""
-    used = {"workload", "startup_budget_s", "checkpoint"}
+    used = {"workload", "speedup", "startup_budget_s", "checkpoint"}
     checked = {
         "max_batch", "max_len", "chunk", "page_size", "memory", "device", "dtype", "kernels", "decode_backend",
         "prefill_backend", "decode_buckets", "prefill_buckets", "prefill_slots", "decode_variants",
@@ -146,7 +146,8 @@ def test_sizes_with_variants_go_and_come_together() -> None:
     plain = OLD.decode.ladder
     twins = tuple(msgspec.structs.replace(bucket, variant="lora") for bucket in plain)
     both = tuple(sorted((*plain, *twins), key=lambda bucket: (bucket.size, bucket.variant)))
-    new = for_traffic(old=msgspec.structs.replace(OLD, decode=make_phase("decode", "full", (), 16, ladder=both)))
+    decoding = make_phase("decode", "full", (), 16, ladder=both)
+    new = for_traffic(old=msgspec.structs.replace(OLD, decode=decoding), startup_budget_s=0.1)
     assert [bucket_key("decode", bucket) for bucket in new.decode.ladder] == [
-        f"decode:{size}{variant}" for size in (1, 2, 16) for variant in ("", ":lora")
+        f"decode:{size}{variant}" for size in (2, 8, 16) for variant in ("", ":lora")
     ]

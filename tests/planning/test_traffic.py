@@ -1,0 +1,62 @@
+"""Ladders for traffic, on times measured on an H200: how much they cost on the traffic they are for, and on other."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_ladders import BOUNDS, Figures, Histograms, cases, cost_of, histograms, solved
+from benchmarks.curves import Curves, read_curves
+from formats.workload import read_workload
+from gplan.core import Phase
+from gplan.planning.traffic import DOUBT, MAX_BUCKETS, halves, read_traffic, with_doubt
+
+CURVES = Path(__file__).parents[2] / "benchmarks" / "curves" / "llama-3.1-8b-h200.json"
+OTHER = "poisson:rate=7,in=50-900,out=20-300,n=300,seed=5"
+
+
+@pytest.fixture(scope="module")
+def curves() -> Curves:
+    return read_curves(str(CURVES))
+
+
+@pytest.fixture(scope="module", params=[2, 8, 24])
+def seen(curves: Curves, request: pytest.FixtureRequest) -> Histograms:
+    """Steps of one load: of the half that ladders are solved for, the other half, and other traffic."""
+    first, second = halves(read_workload(f"poisson:rate={request.param},in=100-1500,out=50-400,n=300"))
+    return histograms(curves, curves.figures(), {"first": first, "second": second, "other": read_workload(OTHER)})
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_sixteen_buckets_cost_little_on_the_traffic_and_on_other(
+    curves: Curves, seen: Histograms, phase: Phase
+) -> None:
+    found = list(cases(curves.figures()[phase], "first", seen, MAX_BUCKETS, ""))
+    assert [case["judged_on"] for case in found] == ["first", "second", "other"]
+    for case in found:
+        assert len(case["ladder"]) <= 16
+        assert 0 <= case["regret"] <= BOUNDS[phase], case
+        assert not case["named_better_at_equal_count"], case
+
+
+def test_more_buckets_never_cost_more(curves: Curves, seen: Histograms) -> None:
+    figures: Figures = curves.figures()
+    for phase in Phase:
+        expected = with_doubt(seen["first"][phase], figures[phase].setup.max_size)
+        ladders = [solved(figures[phase], seen["first"][phase], count) for count in (1, 2, 4, 8, 16, 32)]
+        regrets = [cost_of(ladder, expected).regret for ladder in ladders]
+        assert all(more <= fewer + 1e-9 for fewer, more in itertools.pairwise(regrets))
+
+
+def test_doubt_is_a_part_of_the_steps_spread_over_all_sizes() -> None:
+    expected = dict(with_doubt(((2, 70), (4, 30)), 5))
+    assert expected[2] - 70 == expected[4] - 30 == expected[5] == pytest.approx(100 * DOUBT / 5)
+    assert with_doubt((), 5) == []
+
+
+def test_a_workload_may_be_sped_up() -> None:
+    slow, fast = (read_traffic("poisson:rate=4,in=9,out=9,n=40", 64, speedup) for speedup in (None, 2.0))
+    assert fast.spec == f"{slow.spec}, 2 times as fast"
+    assert fast.seen.requests[-1].arrival_s == pytest.approx(slow.seen.requests[-1].arrival_s / 2, abs=1e-5)
