@@ -2,12 +2,13 @@
 
 Traffic decides which of the captured sizes are worth having; it changes neither times nor bytes. So the ladders are
 solved again among the sizes that the plan holds times of, and memory stays divided as it is: what another division
-takes was not measured. Whatever would have to be measured is refused.
+takes was not measured. Whatever would have to be measured is refused. A size that comes in anew has no receipt: serve
+compares it with eager execution when it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -146,7 +147,17 @@ def _figures(old: Plan, phase: PhasePlan, known: PhaseFigures | None = None) -> 
             "Plan from the checkpoint, on its machine: gplan plan CHECKPOINT -o FILE measures them.",
         )
     eager = {entry.size: entry.eager.median_us for entry in phase.other_sizes if entry.eager is not None}
-    return PhaseFigures(setup, plain, eager, phase.costs, old.limits)
+    buckets = sorted((*plain, *_left_out(phase, plain)), key=lambda bucket: bucket.size)
+    return PhaseFigures(setup, tuple(buckets), eager, phase.costs, old.limits)
+
+
+def _left_out(phase: PhasePlan, plain: Sequence[Bucket]) -> Iterator[Bucket]:
+    """Sizes that the plan timed as buckets are, but left out: as buckets. What they take to capture was not kept; it is
+    taken for what the bucket above takes."""
+    for entry in phase.other_sizes:
+        above = next((bucket for bucket in plain if bucket.size > entry.size), None)
+        if above is not None and entry.graph is not None and entry.eager is not None:
+            yield msgspec.structs.replace(above, size=entry.size, graph=entry.graph, eager=entry.eager)
 
 
 def _solve(
@@ -162,10 +173,14 @@ def _solve(
     room_ms = None if budget_ms is None else budget_ms - solution.capture_ms
     special = _variants(before, chosen, steps, room_ms)
     kept = [bucket for bucket in before.ladder if bucket.size in chosen]
-    ladder = tuple(bucket for bucket in kept if is_base(bucket.variant) or (bucket.size, bucket.variant) in special)
+    known = {bucket.size for bucket in kept}
+    added = [bucket for bucket in figures[phase].buckets if bucket.size in chosen - known]
+    every = sorted((*kept, *added), key=lambda bucket: (bucket.size, bucket.width, bucket.variant))
+    ladder = tuple(bucket for bucket in every if is_base(bucket.variant) or (bucket.size, bucket.variant) in special)
     reason = (
         f"{len(solution.ladder)} of the {len(figures[phase].buckets)} sizes that plan {plan_id(old)} measured, "
         f"{solution.regret:.2%} above having all of them"
+        + (f"; {format_buckets(tuple(b.size for b in added))} not compared with eager yet" if added else "")
     )
     plain = [bucket for bucket in figures[phase].buckets if bucket.size in chosen]
     changed = msgspec.structs.replace(

@@ -75,7 +75,7 @@ def start_executor(
     ledger.book("non_torch", graphs.memory().non_torch)
     ledger.check()
     with taking("activation_reserve", plan.planned_bytes("activation_reserve"), "checking receipts"):
-        recheck_receipts(executor, preflight.spec.vocab_size)
+        recheck_receipts(executor, preflight.spec.vocab_size, {receipt.key for receipt in plan.receipts})
     executor.check_addresses = debug.addresses
     if debug.kv:
         executor.check_kv()
@@ -126,8 +126,12 @@ def verify_all(executor: Executor, vocab_size: int, progress: Progress) -> Verif
     return Verification(tuple(receipts), tuple(failures))
 
 
-def recheck_receipts(executor: Executor, vocab_size: int) -> None:
-    """Replays the smallest and the largest key of each phase against eager, on a full batch each.
+def recheck_receipts(executor: Executor, vocab_size: int, proven: Collection[str]) -> None:
+    """Replays the smallest and the largest key of each phase, and those without a receipt, against eager, on a full
+    batch each.
+
+    Args:
+        proven: keys that have a receipt.
 
     Raises:
         VerificationError: one of them differs.
@@ -135,7 +139,8 @@ def recheck_receipts(executor: Executor, vocab_size: int) -> None:
     parts = executor.parts
     batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
     for runner in (executor.decode, executor.prefill):
-        for key in dict.fromkeys((*runner.setup.keys[:1], *runner.setup.keys[-1:])):
+        unproven = (key for key in runner.setup.keys if str(key) not in proven)
+        for key in dict.fromkeys((*runner.setup.keys[:1], *runner.setup.keys[-1:], *unproven)):
             check_key(executor, key, [_full_batch(runner, key, batches)])
 
 

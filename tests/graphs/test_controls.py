@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from gplan.core import Phase, ShapeKey
+from gplan.errors import VerificationError
 from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.executor import Executor
 from gplan.graphs.padding import STALE
 from gplan.kernels.base import AttentionBatch
-from gplan.serving.startup import verify_all
+from gplan.serving.startup import recheck_receipts, verify_all
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.graphs.drive import limits_of, make_executor
 
@@ -104,6 +105,16 @@ def test_a_swapped_key(checkpoint: Path) -> None:
     found = failures(executor)
     assert list(found) == [DECODE]
     assert "key decode:4: replay differs from eager in row 0" in found[DECODE], "a graph of two rows sums otherwise"
+
+
+def test_a_start_proves_keys_that_the_plan_does_not(checkpoint: Path) -> None:
+    executor = executor_of(checkpoint)
+    recordings, two = executor.decode.backend._recordings, ShapeKey(Phase.DECODE, 2)
+    recordings[two] = recordings[ShapeKey(Phase.DECODE, 1)]
+    keys = {str(key) for key in executor.keys}
+    recheck_receipts(executor, VOCAB_SIZE, keys)
+    with pytest.raises(VerificationError, match="decode:2"):
+        recheck_receipts(executor, VOCAB_SIZE, keys - {"decode:2"})
 
 
 def test_a_break_that_is_left_out_of_a_replay(checkpoint: Path) -> None:

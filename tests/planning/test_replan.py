@@ -11,7 +11,7 @@ from cli.comparison import compare
 from formats.container import decode, encode, write_plan
 from formats.plan import Choice, Plan, bucket_key, plan_id
 from gplan.errors import GplanError
-from gplan.planning.options import PlanOptions
+from gplan.planning.options import PlanOptions, format_buckets
 from gplan.planning.replan import replan
 from tests.cli.command import gplan
 from tests.formats.plans import CUDA, make_phase, make_plan
@@ -151,3 +151,20 @@ def test_sizes_with_variants_go_and_come_together() -> None:
     assert [bucket_key("decode", bucket) for bucket in new.decode.ladder] == [
         f"decode:{size}{variant}" for size in sorted({*sizes(new, "decode")}) for variant in ("", ":lora")
     ]
+
+
+def test_sizes_that_were_measured_and_left_out_come_back() -> None:
+    """A plan for little traffic, then one for much: what the first left out is known all the same."""
+    few = for_traffic()
+    assert sizes(few, "decode") == [1, 2, 16]
+    busy = "closed:16,in=5-12,out=20-40"
+    again, direct = for_traffic(busy, old=few), for_traffic(busy)
+    assert sizes(again, "decode") == sizes(direct, "decode")
+    assert decode(encode(again)) == again
+    new = set(sizes(again, "decode")) - set(sizes(few, "decode"))
+    assert new
+    assert not new & {int(receipt.key.split(":")[1]) for receipt in again.receipts if receipt.key.startswith("decode")}
+    reason = next(choice.reason for choice in again.choices if choice.field == "decode.ladder")
+    assert reason.endswith(f"; {format_buckets(tuple(sorted(new)))} not compared with eager yet")
+    graph_us = {bucket.size: bucket.graph for bucket in OLD.decode.ladder}
+    assert all(bucket.graph == graph_us[bucket.size] for bucket in again.decode.ladder)
