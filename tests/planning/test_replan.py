@@ -154,9 +154,9 @@ def test_sizes_with_variants_go_and_come_together() -> None:
 
 
 def test_sizes_that_were_measured_and_left_out_come_back() -> None:
-    """A plan for little traffic, then one for much: what the first left out is known all the same."""
-    few = for_traffic()
-    assert sizes(few, "decode") == [1, 2, 16]
+    """A plan with little time for capturing, then one with all: what the first left out is known all the same."""
+    few = for_traffic(startup_budget_s=0.1)
+    assert len(sizes(few, "decode")) < len(sizes(OLD, "decode"))
     busy = "closed:16,in=5-12,out=20-40"
     again, direct = for_traffic(busy, old=few), for_traffic(busy)
     assert sizes(again, "decode") == sizes(direct, "decode")
