@@ -22,6 +22,7 @@ from gplan.planning.options import PlanOptions
 from gplan.units import format_size
 
 BACKENDS = click.Choice(["full", "breakable", "eager"])
+PREFILL_BACKENDS = click.Choice(["full", "breakable", "piecewise", "eager"])
 AT_LEAST_ONE = click.IntRange(min=1)
 
 NOISY = 0.2
@@ -61,11 +62,18 @@ NOISY = 0.2
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the checkpoint, unless given.")
 @click.option("--kernels", type=click.Choice(["reference", "flashinfer"]), help="The set of operators to run with.")
 @click.option("--decode-backend", type=BACKENDS, help="How decode is captured. The fastest as measured, unless given.")
-@click.option("--prefill-backend", type=BACKENDS, help="The same for prefill.")
+@click.option(
+    "--prefill-backend", type=PREFILL_BACKENDS, help="The same for prefill; piecewise is compiled, in minutes."
+)
 @click.option(
     "--decode-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in requests: 1,2,4,8 or 1-64:8."
 )
 @click.option("--prefill-buckets", metavar="SIZES", callback=read_buckets, help="Sizes to capture, in tokens.")
+@click.option(
+    "--try-compile",
+    is_flag=True,
+    help="Have prefill and small decode sizes compiled (minutes) and choose compiled graphs where they win.",
+)
 @click.option(
     "--prefill-slots",
     metavar="N",

@@ -61,5 +61,10 @@ def verify(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_
 
 
 def _rows(view: VerifyView) -> list[tuple[str, str, str]]:
-    passed = [(receipt.key, str(receipt.cases), "to the bit") for receipt in view.receipts]
+    passed = [(receipt.key, str(receipt.cases), _equality(receipt)) for receipt in view.receipts]
     return passed + [(key, "", "no") for key, _ in view.failures]
+
+
+def _equality(receipt: Receipt) -> str:
+    """Of compiled code, how far its rounding takes it from the operators that it was made of."""
+    return "to the bit" if receipt.bitwise else f"to the bit; uncompiled within {receipt.max_abs_diff:.2g}"

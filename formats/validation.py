@@ -220,7 +220,8 @@ def _variants(phase: PhasePlan, name: str) -> Iterator[Problem]:
 
 def _notes(phase: PhasePlan, name: str) -> Iterator[Problem]:
     for index, note in enumerate(phase.variants):
-        found = tuple(b.size for b in phase.ladder if b.width == 1 and note.variant in b.variant.split("+"))
+        having = (b.size for b in phase.ladder if b.width == 1 and note.variant in b.variant.split("+"))
+        found = tuple(dict.fromkeys(having))
         if note.sizes != found:
             yield f"{name}.variants[{index}].sizes", f"{note.variant} is of {list(found)} on the ladder"
 

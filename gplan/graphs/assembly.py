@@ -189,7 +189,7 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What capturing one key took: bytes by which the graph pool grew, and milliseconds."""
+    """What capturing one key took: bytes by which the graph pool grew, and milliseconds, compiling included."""
 
     key: ShapeKey
     pool_bytes: int
@@ -205,16 +205,31 @@ def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
         FitError: memory ran out; names the row and the key.
     """
     keys = sorted(executor.keys, key=lambda key: (key.size * key.width, key.phase, key.variant), reverse=True)
+    compile_ms = _compile(executor, keys, progress)
     _warm_up(executor, keys, progress)
     done = []
     with executor.device.session():
         for index, key in enumerate(keys):
             progress("capture", index, len(keys))
-            done.append(_capture_one(executor, key))
+            done.append(_capture_one(executor, key, compile_ms.get(key, 0.0)))
     progress("capture", len(keys), len(keys))
     for runner in (executor.decode, executor.prefill):
         runner.freeze()
     return tuple(done)
+
+
+def _compile(executor: Executor, keys: list[ShapeKey], progress: Progress) -> dict[ShapeKey, float]:
+    """Has forwards compiled whose keys want it, or takes them from an earlier start's cache; milliseconds of each."""
+    wanting = [key for key in keys if executor.runner(key.phase).is_compiled(key)]
+    spent = {}
+    for index, key in enumerate(wanting):
+        progress("compile", index, len(wanting))
+        started = time.perf_counter()
+        executor.runner(key.phase).warm_up(key)
+        spent[key] = (time.perf_counter() - started) * 1e3
+    if wanting:
+        progress("compile", len(wanting), len(wanting))
+    return spent
 
 
 def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> None:
@@ -252,12 +267,12 @@ def _warm_up_sampling(executor: Executor) -> None:
         executor.sampler.sample(logits[: len(chunks)], chunks)
 
 
-def _capture_one(executor: Executor, key: ShapeKey) -> Captured:
+def _capture_one(executor: Executor, key: ShapeKey, compile_ms: float) -> Captured:
     device, started = executor.device, time.perf_counter()
     before = device.pool_nbytes()
     with taking(f"graph_pool_{key.phase}", what=f"capturing {key}"):
         executor.runner(key.phase).capture(key)
-    return Captured(key, device.pool_nbytes() - before, (time.perf_counter() - started) * 1e3)
+    return Captured(key, device.pool_nbytes() - before, (time.perf_counter() - started) * 1e3 + compile_ms)
 
 
 def watch_addresses(executor: Executor) -> None:

@@ -126,33 +126,34 @@ class DecodeRunner(PhaseRunner):
         self.parts.by_request.fill(values, real=len(requests), padded=key.size, unread=(LAST_TOKENS,))
 
     def _forward(
-        self, size: int, attention: Attention, *, variant: str = "", slots: int = 0
+        self, size: int, attention: Attention, *, draw: str = "", slots: int = 0, is_compiled: bool = False
     ) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, logits = parts.buffers.view("rows", size), parts.buffers.view("logits", size)
-        draw = self._draw_of(ShapeKey(self.phase, size, variant=variant), inputs.positions)
+        choose = self._chooser(draw, size, inputs.positions)
+        run_model = self._model_forward(inputs, attention, is_compiled=is_compiled)
 
         def forward() -> tuple[Tensor, ...]:
             torch.index_select(parts.last_tokens, 0, rows, out=inputs.input_ids)
-            parts.model.forward(parts.kernels, inputs)
+            run_model()
             parts.model.head(parts.kernels, inputs.residual, logits)
-            if draw is None:
+            if choose is None:
                 return (logits,)
-            tokens = draw(logits)
+            tokens = choose(logits)
             parts.last_tokens.index_copy_(0, rows, tokens)
             attention.advance(rows, inputs.positions, inputs.kv_slots)
             return (logits, tokens)
 
         return forward
 
-    def _draw_of(self, key: ShapeKey, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """How the graph of a key chooses tokens; None where it does not."""
+    def _chooser(self, draw: str, size: int, positions: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """How a graph chooses tokens; None where it does not."""
         kernels, draws = self.parts.kernels, self.parts.by_request
-        match draw_of(key):
+        match draw:
             case variants.GREEDY:
                 return lambda logits: logits.argmax(dim=-1)
             case variants.SAMPLED:
-                heat, k, p, least, seed = (draws.view(name, key.size) for name in DRAW_SLOTS)
+                heat, k, p, least, seed = (draws.view(name, size) for name in DRAW_SLOTS)
                 # A token is drawn by its own position, one after that of the token read.
                 return lambda logits: kernels.sample(logits, SamplingInputs(heat, k, p, least, seed, positions + 1))
             case _:

@@ -73,16 +73,18 @@ class PrefillRunner(PhaseRunner):
         self.parts.by_request.fill({LAST_TOKENS: rows}, real=len(rows), padded=slots, unread=DRAW_SLOTS)
 
     def _forward(
-        self, size: int, attention: Attention, *, variant: str = "", slots: int = 0
+        self, size: int, attention: Attention, *, draw: str = "", slots: int = 0, is_compiled: bool = False
     ) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, host_ids = parts.buffers.view("rows", size), parts.buffers.view("host_ids", size)
         last, logits = parts.by_request.view(LAST_TOKENS, slots), parts.buffers.view("logits", slots)
 
+        run_model = self._model_forward(inputs, attention, is_compiled=is_compiled)
+
         def forward() -> tuple[Tensor, ...]:
             drawn = parts.last_tokens.index_select(0, rows)
             torch.where(host_ids == FROM_DEVICE, drawn, host_ids, out=inputs.input_ids)
-            parts.model.forward(parts.kernels, inputs)
+            run_model()
             if not slots:
                 return (inputs.residual,)
             parts.model.head(parts.kernels, inputs.residual.index_select(0, last), logits)

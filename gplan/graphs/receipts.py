@@ -18,6 +18,9 @@ from gplan.graphs.inputs_check import check_inputs
 from gplan.graphs.synthetic import DRAWN, GREEDY, BatchMaker
 from gplan.graphs.variants import SAMPLED, base_of, draw_of
 
+COMPILED_GAP = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""What compiled code may differ by from the operators that it was made of, as a part of the largest logit."""
+
 RUN_STEPS = 3
 """Steps that follow each other, of which a graph that draws takes all but the first from where it left off."""
 
@@ -38,18 +41,42 @@ def check_key(executor: Executor, key: ShapeKey, batches: Sequence[Batch]) -> Re
         VerificationError: a difference, or inputs that are not the batch's; names key, slot and first differing row.
         GplanError: the model itself gives what is not a number.
     """
+    runner, gap = executor.runner(key.phase), 0.0
+    if runner.is_compiled(key):
+        gap = max(_compiled_gap(executor, key, batch) for batch in batches)
     if draw_of(key):
         for run in _runs(batches):
             _check_run(executor, key, run)
-        return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
-    runner = executor.runner(key.phase)
+        return Receipt(key=str(key), cases=len(batches), max_abs_diff=gap, bitwise=gap == 0)
     for batch in batches:
         executor.sampler.ensure_last_tokens(batch.chunks)
         expected = _finite(key, _checked(executor, key, batch, lambda b: runner.execute_padded(b, key)).clone())
         found = _checked(executor, key, batch, lambda b: runner.execute(b, Verdict(key)))
         if not torch.equal(found, expected):
             raise _difference(key, batch, found, expected)
-    return Receipt(key=str(key), cases=len(batches), max_abs_diff=0.0, bitwise=True)
+    return Receipt(key=str(key), cases=len(batches), max_abs_diff=gap, bitwise=gap == 0)
+
+
+def _compiled_gap(executor: Executor, key: ShapeKey, batch: Batch) -> float:
+    """How far logits of compiled code are from those of the operators that it was made of: it rounds in another order.
+
+    Raises:
+        VerificationError: further than rounding explains.
+    """
+    runner, base = executor.runner(key.phase), replace(key, variant=base_of(key.variant))
+    executor.sampler.forget(batch.chunks)
+    executor.sampler.ensure_last_tokens(batch.chunks)
+    plain = _finite(key, _checked(executor, base, batch, lambda b: runner.execute_plain(b, base)).clone())
+    compiled = _checked(executor, base, batch, lambda b: runner.execute_padded(b, base))
+    gap = float((plain.float() - compiled.float()).abs().max()) if len(plain) else 0.0
+    allowed = COMPILED_GAP[plain.dtype] * float(plain.float().abs().max()) if len(plain) else 0.0
+    if not gap <= allowed:
+        raise VerificationError(
+            f"key {key}: compiled code differs from its operators by {gap:.3g} in a batch of {batch.size}, "
+            f"{allowed:.3g} is allowed",
+            "Plan again without --try-compile, and report it if it stays.",
+        )
+    return gap
 
 
 def _check_run(executor: Executor, key: ShapeKey, run: Sequence[Batch]) -> None:

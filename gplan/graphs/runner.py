@@ -18,6 +18,7 @@ from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.capture.breakable import graph_break
 from gplan.graphs.forward import ForwardParts
 from gplan.graphs.kv_check import KVCheck
+from gplan.graphs.variants import COMPILED, draw_of
 from gplan.kernels.base import Attention
 from gplan.models.base import ForwardInputs
 
@@ -39,6 +40,7 @@ class PhaseRunner(ABC):
         self.parts, self.setup, self._backends = parts, setup, dict(backends)
         self._admission = Admission(setup)
         self._attentions: dict[tuple[int, int], Attention] = {}
+        self._compiled: dict[tuple[int, Attention], Callable[[], None]] = {}
         self._forwards: dict[ShapeKey, Callable[[], tuple[Tensor, ...]]] = {}
         self._eager_attention = self._make_attention(setup.max_size, self._max_requests, in_graph=False)
         self.kv_check: KVCheck | None = None
@@ -58,7 +60,7 @@ class PhaseRunner(ABC):
 
     @abstractmethod
     def _forward(
-        self, size: int, attention: Attention, *, variant: str = "", slots: int = 0
+        self, size: int, attention: Attention, *, draw: str = "", slots: int = 0, is_compiled: bool = False
     ) -> Callable[[], tuple[Tensor, ...]]:
         """The computation over the first `size` rows of the static buffers, of as many requests as there are slots."""
 
@@ -130,6 +132,17 @@ class PhaseRunner(ABC):
         for name, tensor in self._attention_of(key).tensors():
             yield f"attention.{name}", tensor
 
+    def is_compiled(self, key: ShapeKey) -> bool:
+        """Whether the forward of a key goes through a compiler."""
+        return COMPILED in key.variant.split("+") or self.backend_of(key).compiles
+
+    def execute_plain(self, batch: Batch, key: ShapeKey) -> Tensor:
+        """As `execute_padded`, but never compiled: what compiled code is compared with."""
+        self._load_key(batch, key)
+        slots = self.slots_of(key)
+        forward = self._forward(key.size, self._attention_of(key), slots=slots)
+        return self._logits(batch, forward(), slots=slots)
+
     def freeze(self) -> None:
         """Ends capturing for good."""
         for backend in self._backends.values():
@@ -174,13 +187,29 @@ class PhaseRunner(ABC):
     def _forward_of(self, key: ShapeKey) -> Callable[[], tuple[Tensor, ...]]:
         if key not in self._forwards:
             self._forwards[key] = self._forward(
-                key.size, self._attention_of(key), variant=key.variant, slots=self.slots_of(key)
+                key.size,
+                self._attention_of(key),
+                draw=draw_of(key),
+                slots=self.slots_of(key),
+                is_compiled=self.is_compiled(key),
             )
         return self._forwards[key]
 
     def slots_of(self, key: ShapeKey) -> int:
         """Request slots that the metadata of a key is padded to; 0 for none."""
         return 0 if self.backend_of(key).cuts_at_breaks else min(self.setup.request_slots, key.size)
+
+    def _model_forward(self, inputs: ForwardInputs, attention: Attention, *, is_compiled: bool) -> Callable[[], None]:
+        model, kernels = self.parts.model, self.parts.kernels
+        if not is_compiled:
+            return lambda: model.forward(kernels, inputs)
+        from gplan.graphs.compiling import CompiledForward
+
+        # Keys of one size that differ in what follows the forward share it.
+        shape = len(inputs.input_ids), attention
+        if shape not in self._compiled:
+            self._compiled[shape] = CompiledForward(model, kernels, inputs, attention)
+        return self._compiled[shape]
 
     def _inputs(self, size: int, attention: Attention) -> ForwardInputs:
         buffers = self.parts.buffers

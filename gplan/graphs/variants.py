@@ -12,6 +12,8 @@ from functools import cache
 from formats.plan import DRAW_VARIANTS, is_base
 from gplan.core import Batch, SamplingParams, ShapeKey
 
+COMPILED = "compiled"
+"""The forward went through a compiler: a base, that takes every batch."""
 FULL = "full"
 """Prefill with its attention in the graph and a fixed number of request slots, where the base is cut at attention."""
 GREEDY, SAMPLED = DRAW_VARIANTS

@@ -177,6 +177,11 @@ class Kernels(ABC):
         """Which kernel of the set runs prefill attention here, where that depends on the machine; else empty."""
         return ""
 
+    def traceable(self) -> Kernels:
+        """Operators with the same meaning that a compiler can see into; this set, unless its operators are kernels of
+        their own. Attention and sampling are not asked of it."""
+        return self
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: x [n, k], weight [m, k], bias [m] -> [n, m], into `out` where given."""

@@ -104,6 +104,13 @@ class ReferenceKernels(Kernels):
         penalise(logits, output_counts, in_prompt, repetition, presence, frequency)
 
 
+class TraceableKernels(ReferenceKernels):
+    """The operators alone, beside another set that attends: takes no memory."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        Kernels.__init__(self, shape)
+
+
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotates the two halves of each head: x [n, heads, d], cos_sin [n, d] -> [n, heads, d] float32."""
     n, num_heads, d = x.shape

@@ -48,7 +48,6 @@ class Decoder(Model):
 
     def forward(self, kernels: Kernels, inputs: ForwardInputs) -> None:
         residual, eps = inputs.residual, self.spec.norm_eps
-        attn_rows = inputs.attn_out.view(residual.shape[0], -1)
         torch.index_select(self._embed, 0, inputs.input_ids, out=residual)
         for layer, (k_cache, v_cache) in zip(self._layers, inputs.kv_caches, strict=True):
             qkv = kernels.norm_linear(residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
@@ -57,6 +56,7 @@ class Decoder(Model):
             )
             del qkv
             inputs.attend(inputs.attn_q, k_cache, v_cache, inputs.attn_out)
+            attn_rows = inputs.attn_out.view(residual.shape[0], -1)
             kernels.linear_add(attn_rows, layer.o, residual, layer.o_bias)
             hidden = kernels.norm_gate_up(residual, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)
             kernels.linear_add(hidden, layer.down, residual, layer.down_bias)

@@ -37,6 +37,7 @@ class PlanOptions:
         memory: a size as `gplan.units` reads it; a percentage is of the device's memory.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: `float32`, `bfloat16` or `float16`.
+        try_compile: have forwards compiled, and choose compiled graphs where they win.
         prefill_slots: requests of a prefill graph that holds its attention; such graphs are captured if it is given.
         decode_variants: of `greedy` and `sampled`, to be captured at every size; empty for none.
         startup_budget_s: seconds that capturing may take when the plan is served.
@@ -59,6 +60,7 @@ class PlanOptions:
     prefill_backend: str | None = None
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    try_compile: bool = False
     prefill_slots: int | None = None
     decode_variants: tuple[str, ...] | None = None
     startup_budget_s: float | None = None

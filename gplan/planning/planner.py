@@ -24,11 +24,11 @@ from gplan.planning.ladders import check_sizes, default_ladder, largest_size
 from gplan.planning.options import PlanOptions, Progress, format_buckets
 from gplan.planning.profiler import Patience
 from gplan.planning.resolve import Resolved, resolve
-from gplan.planning.rules import Facts, candidates, rejections
+from gplan.planning.rules import candidates, rejections
 from gplan.planning.solving import Outcome, PhaseDecision, PhaseOutcome, budget, settle
 from gplan.planning.traffic import read_traffic
-from gplan.planning.trying import draws, whole
-from gplan.planning.variants import with_pairs
+from gplan.planning.trying import compiled, draws, facts_of, whole
+from gplan.planning.variants import together, with_pairs
 from gplan.scheduling.times import rows_us
 from gplan.units import format_size
 
@@ -110,8 +110,8 @@ def _decide(
     fixed them."""
     resolved, field = bench.resolved, f"{phase}.backend"
     fixed = resolved.decode_backend if phase is Phase.DECODE else resolved.prefill_backend
-    facts = Facts(device=resolved.device.type, kernels=resolved.kernels, dtype=str(resolved.dtype))
-    probes = _probes(ladder)
+    facts = facts_of(resolved)
+    probes, tries = _probes(ladder), options.try_compile
     eager = bench.trial(phase, "eager", probes)
     no_rejections: tuple[Rejection, ...] = ()
     if fixed is not None:
@@ -122,12 +122,15 @@ def _decide(
     else:
         # At the largest size a CPU computes so long that how it is told to makes no difference.
         compared = probes[:-1] or probes if resolved.device.type == "cpu" else probes
-        trials = [bench.trial(phase, name, compared) for name in candidates(phase, None, facts)]
+        trials = [bench.trial(phase, name, compared) for name in candidates(phase, None, facts, tries_compiler=tries)]
         verdict = choose_backend(trials, eager)
         choices.measured(field, verdict.backend, verdict.reason)
         backend, rejected = verdict.backend, verdict.rejected
     setup = bench.setup(phase, backend, () if backend == "eager" else ladder)
-    pairs = draws(bench, setup, options, choices) if phase is Phase.DECODE else whole(bench, setup, options, choices)
+    if phase is Phase.DECODE:
+        pairs = together(compiled(bench, setup, options), draws(bench, setup, options, choices))
+    else:
+        pairs = whole(bench, setup, options, choices)
     setup = with_pairs(setup, pairs, resolved.prefill_slots)
     return PhaseDecision(setup, (*rejected, *rejections(phase, facts)), eager.times, is_locked, pairs)
 

@@ -107,6 +107,7 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
         "--prefill-backend": (options.prefill_backend, old.prefill.backend),
         "--decode-buckets": (_with_maximum(options.decode_buckets, old.decode), _sizes(old.decode)),
         "--prefill-buckets": (_with_maximum(options.prefill_buckets, old.prefill), _sizes(old.prefill)),
+        "--try-compile": (options.try_compile or None, old.prefill.backend == "piecewise"),
         "--prefill-slots": (options.prefill_slots, old.prefill.request_slots),
         "--decode-variants": (options.decode_variants, _draws(old.decode)),
         "--hash-contents": (options.hash_contents or None, bool(old.model.content_digest)),
@@ -210,7 +211,7 @@ def _variants(
 
 
 def _have(ladder: Sequence[Bucket], part: str) -> tuple[int, ...]:
-    return tuple(bucket.size for bucket in ladder if part in bucket.variant.split("+"))
+    return tuple(dict.fromkeys(bucket.size for bucket in ladder if part in bucket.variant.split("+")))
 
 
 def _share(phase: Phase, figures: Mapping[Phase, PhaseFigures]) -> float:

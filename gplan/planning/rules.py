@@ -25,6 +25,7 @@ class Facts:
     kernels: str
     dtype: str
     head_dim: int = 0
+    has_compiler: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,8 @@ RULES: tuple[Rule, ...] = (
         "no-compiler",
         (Phase.DECODE, Phase.PREFILL),
         ("piecewise",),
-        lambda facts: True,
-        "this version of gplan does not compile models",
+        lambda facts: not facts.has_compiler,
+        "there is nothing here to compile with: a CPU needs g++ or clang++, a GPU Triton",
     ),
 )
 
@@ -90,17 +91,21 @@ CANDIDATES: dict[Phase, tuple[BackendName, ...]] = {
     Phase.PREFILL: ("breakable",),
 }
 """Graph backends measured where the user fixed none. Decode varies in requests alone: nothing is gained by cutting.
-Prefill with its attention inside takes some batches only: it is a variant of buckets, not a backend of its own."""
+Prefill with its attention inside takes some batches only: it is a variant of buckets, not a backend of its own.
+Compiling takes minutes: it is tried where that is asked for."""
 
 
-def candidates(phase: Phase, locked: BackendName | None, facts: Facts) -> tuple[BackendName, ...]:
+def candidates(
+    phase: Phase, locked: BackendName | None, facts: Facts, *, tries_compiler: bool = False
+) -> tuple[BackendName, ...]:
     """Backends to measure for a phase; the locked one alone where the user fixed it.
 
     Raises:
         UnsupportedError: a rule forbids what the user fixed.
     """
     if locked is None:
-        return tuple(name for name in CANDIDATES[phase] if broken_rule(phase, name, facts) is None)
+        names = (*CANDIDATES[phase], "piecewise") if tries_compiler and phase is Phase.PREFILL else CANDIDATES[phase]
+        return tuple(name for name in names if broken_rule(phase, name, facts) is None)
     rule = broken_rule(phase, locked, facts)
     if rule is not None:
         raise UnsupportedError(

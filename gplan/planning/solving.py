@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from formats.plan import Bucket, Prediction, Regret, Rejection, SizeTiming, Timing, Workload
 from gplan.core import Phase, ShapeKey
 from gplan.graphs.admission import PhaseSetup
+from gplan.graphs.variants import COMPILED, with_part
 from gplan.planning.bench import Bench, Measured
 from gplan.planning.buckets import Solution, candidate_sizes
 from gplan.planning.budget import Budget, fill_ledger
@@ -280,11 +281,9 @@ def _solved(
     choices.measured(f"{decision.setup.phase}.ladder", format_buckets(solution.ladder), reason)
     kept = tuple(ShapeKey(decision.setup.phase, size) for size in solution.ladder)
     setup = replace(decision.setup, keys=kept, eager_sizes=solution.eager_sizes)
-    pairs = decision.pairs
-    if not pairs.is_locked:
-        candidates = _candidates(setup, pairs, measured, terms)
-        room_ms = None if terms.limit_ms is None else terms.limit_ms - solution.capture_ms
-        pairs = restricted(pairs, worth_capturing(candidates, room_ms), candidates)
+    candidates = _candidates(setup, decision.pairs, measured, terms)
+    room_ms = None if terms.limit_ms is None else terms.limit_ms - solution.capture_ms
+    pairs = restricted(decision.pairs, worth_capturing(candidates, room_ms), candidates)
     setup = with_pairs(replace(setup, eager_sizes=decision.setup.eager_sizes), pairs, slots)
     return replace(decision, setup=setup, pairs=pairs)
 
@@ -293,7 +292,9 @@ def _candidates(setup: PhaseSetup, pairs: Pairs, measured: Measured, terms: _Ter
     """The pairs whose buckets are on the ladder, with what they gain under the traffic."""
     taken, found = steps_by_bucket(setup, terms.steps), []
     for (size, part), saved_us in pairs.saved_us.items():
-        bucket = measured.buckets[ShapeKey(setup.phase, size, variant=part)]
+        names = (part, with_part(COMPILED, part))
+        keys = (ShapeKey(setup.phase, size, variant=name) for name in names)
+        bucket = next(measured.buckets[key] for key in keys if key in measured.buckets)
         gain = taken.get(size, 0) * share_of(part) * saved_us - terms.price * bucket.graph_bytes
         if size in taken:
             found.append(Candidate(size, part, gain, bucket.capture_ms))
@@ -334,7 +335,7 @@ def _served(figures: PhaseFigures, decision: PhaseDecision, measured: Measured) 
 
 
 def _by_key(figures: PhaseFigures) -> list[tuple[ShapeKey, Bucket]]:
-    return [(ShapeKey(figures.setup.phase, bucket.size), bucket) for bucket in figures.buckets]
+    return [(ShapeKey(figures.setup.phase, b.size, b.width, b.variant), b) for b in figures.buckets]
 
 
 def _outcome(decision: PhaseDecision, buckets: Sequence[Bucket], predictions: tuple[Prediction, ...]) -> PhaseOutcome:

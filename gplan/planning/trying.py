@@ -6,15 +6,40 @@ from formats.plan import DRAW_VARIANTS
 from gplan.core import Phase
 from gplan.errors import UnsupportedError
 from gplan.graphs.admission import PhaseSetup
-from gplan.graphs.variants import FULL
+from gplan.graphs.compiling import has_compiler
+from gplan.graphs.variants import COMPILED, FULL
 from gplan.planning.bench import Bench
 from gplan.planning.choices import Choices
 from gplan.planning.options import PlanOptions
+from gplan.planning.resolve import Resolved
 from gplan.planning.rules import Facts, broken_rule
 from gplan.planning.variants import NONE, Pairs, found, together
 
+MOST_COMPILED, MOST_COMPILED_BUCKETS = 16, 4
+"""Requests of a decode bucket that is compiled, and how many are: compiling each takes up to a minute."""
+
 CUT = ("breakable", "piecewise")
 """Backends of prefill whose attention runs between graphs."""
+
+
+def facts_of(resolved: Resolved) -> Facts:
+    device = resolved.device.type
+    return Facts(device=device, kernels=resolved.kernels, dtype=str(resolved.dtype), has_compiler=has_compiler(device))
+
+
+def compiled(bench: Bench, setup: PhaseSetup, options: PlanOptions) -> Pairs:
+    """Decode buckets whose forward goes through a compiler: of small ones, where that was asked for.
+
+    Raises:
+        UnsupportedError: asked for, and there is no compiler.
+    """
+    if not options.try_compile or setup.backend != "full":
+        return NONE
+    rule = broken_rule(Phase.DECODE, "piecewise", facts_of(bench.resolved))
+    if rule is not None:
+        raise UnsupportedError(f"--try-compile: {rule.reason} (rule {rule.name})", "Leave it out.")
+    sizes = [key.size for key in setup.base_keys if key.size <= MOST_COMPILED] or [setup.base_keys[0].size]
+    return found(COMPILED, bench.savings(Phase.DECODE, "full", sizes[:MOST_COMPILED_BUCKETS], COMPILED), "the forward")
 
 
 def draws(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choices) -> Pairs:
@@ -32,7 +57,7 @@ def draws(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choice
                 "Leave it out, or ask for --decode-backend full.",
             )
         choices.lock("decode.variants", ",".join(asked), "--decode-variants")
-        return Pairs({}, dict.fromkeys(asked, "--decode-variants was given"), is_locked=True)
+        return Pairs({}, dict.fromkeys(asked, "--decode-variants was given"), asked)
     if asked is not None:
         choices.lock("decode.variants", "none", "--decode-variants")
     if asked is not None or setup.backend != "full":
@@ -54,12 +79,11 @@ def whole(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choice
         UnsupportedError: asked for where a rule forbids them, or nothing is captured.
     """
     resolved = bench.resolved
-    facts = Facts(device=resolved.device.type, kernels=resolved.kernels, dtype=str(resolved.dtype))
-    rule = broken_rule(Phase.PREFILL, "full", facts)
+    rule = broken_rule(Phase.PREFILL, "full", facts_of(resolved))
     if options.prefill_slots is not None:
         _refuse_slots(options.prefill_slots, setup, None if rule is None else f"{rule.reason} (rule {rule.name})")
         choices.lock("prefill.request_slots", options.prefill_slots, "--prefill-slots")
-        return NONE if setup.backend == "full" else Pairs({}, {FULL: "--prefill-slots was given"}, is_locked=True)
+        return NONE if setup.backend == "full" else Pairs({}, {FULL: "--prefill-slots was given"}, (FULL,))
     if rule is not None or setup.backend not in CUT or resolved.prefill_backend is not None:
         return NONE
     sizes = [key.size for key in setup.base_keys]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from formats.plan import Timing, VariantNote
 from gplan.core import Phase, ShapeKey
 from gplan.graphs.admission import PhaseSetup
-from gplan.graphs.variants import FULL, with_part
+from gplan.graphs.variants import COMPILED, FULL, with_part
 from gplan.planning.backends import MAX_NOISE
 
 MIN_SAVING = 0.03
@@ -65,19 +65,22 @@ class Pairs:
 
     Attributes:
         saved_us: of a step, by pair; of a locked pair nothing is known and nothing asked.
-        is_locked: the user fixed the variants: each is captured at every size.
+        locked: variants that the user fixed: each is captured at every size.
     """
 
     saved_us: Mapping[tuple[int, str], float]
     reasons: Mapping[str, str]
-    is_locked: bool = False
+    locked: tuple[str, ...] = ()
 
     def keys(self, phase: Phase, bases: Sequence[ShapeKey]) -> tuple[ShapeKey, ...]:
         """Base keys and the pairs of their sizes, as a setup lists them."""
-        found = list(bases)
+        found = []
         for base in bases:
-            parts = self.reasons if self.is_locked else [part for size, part in self.saved_us if size == base.size]
-            found += [ShapeKey(phase, base.size, variant=with_part(base.variant, part)) for part in parts]
+            pairs = [part for size, part in self.saved_us if size == base.size]
+            variant = COMPILED if COMPILED in pairs else base.variant
+            parts = sorted({*pairs, *self.locked} - {COMPILED})
+            found += [ShapeKey(phase, base.size, variant=variant)]
+            found += [ShapeKey(phase, base.size, variant=with_part(variant, part)) for part in parts]
         return tuple(sorted(found))
 
     def notes(self, keys: Sequence[ShapeKey]) -> tuple[VariantNote, ...]:
@@ -103,7 +106,7 @@ def with_pairs(setup: PhaseSetup, pairs: Pairs, slots: int) -> PhaseSetup:
 
 
 def sizes_with(keys: Sequence[ShapeKey], part: str) -> tuple[int, ...]:
-    return tuple(key.size for key in keys if part in key.variant.split("+"))
+    return tuple(dict.fromkeys(key.size for key in keys if part in key.variant.split("+")))
 
 
 def found(variant: str, savings: Sequence[Saving], what: str) -> Pairs:
@@ -124,7 +127,7 @@ def together(*pairs: Pairs) -> Pairs:
     for each in pairs:
         saved.update(each.saved_us)
         reasons.update(each.reasons)
-    return Pairs(saved, reasons, any(each.is_locked for each in pairs))
+    return Pairs(saved, reasons, tuple(part for each in pairs for part in each.locked))
 
 
 # Under traffic ------------------------------------------------------------------------------------------------------

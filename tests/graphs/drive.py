@@ -37,8 +37,9 @@ def setup_of(
     limits: Limits,
     request_slots: int = 4,
     variants: Sequence[str] = (),
+    base: str = "",
 ) -> PhaseSetup:
-    keys = tuple(ShapeKey(phase, size, variant=variant) for size in sizes for variant in ("", *sorted(variants)))
+    keys = tuple(ShapeKey(phase, size, variant=variant) for size in sizes for variant in (base, *sorted(variants)))
     return PhaseSetup(
         phase=phase,
         backend=backend,
@@ -59,6 +60,7 @@ def make_executor(
     prefill_ladder: Sequence[int] = PREFILL_LADDER,
     decode_variants: Sequence[str] = (),
     prefill_variants: Sequence[str] = (),
+    decode_base: str = "",
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     kernels: str = "reference",
@@ -77,7 +79,7 @@ def make_executor(
         limits=limits,
         num_kv_pages=num_pages,
         activation_reserve=1 << 20,
-        decode=setup_of(Phase.DECODE, decode, decode_ladder, limits, variants=decode_variants),
+        decode=setup_of(Phase.DECODE, decode, decode_ladder, limits, variants=decode_variants, base=decode_base),
         prefill=setup_of(Phase.PREFILL, prefill, prefill_ladder, limits, variants=prefill_variants),
         debug_graphs=debug_graphs,
     )

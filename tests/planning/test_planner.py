@@ -155,7 +155,9 @@ def test_what_cannot_be_is_refused_by_name(checkpoint: Path, options: dict[str, 
     assert raised.value.hint
 
 
-def test_a_rule_against_a_lock_is_an_error(checkpoint: Path) -> None:
+def test_a_rule_against_a_lock_is_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UnsupportedError, match="rule no-compiler"):
         plan_of(checkpoint, prefill_backend="piecewise")
 

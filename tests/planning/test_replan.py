@@ -114,6 +114,7 @@ def test_every_option_is_looked_at() -> None:
     checked = {
         "max_batch", "max_len", "chunk", "page_size", "memory", "device", "dtype", "kernels", "decode_backend",
         "prefill_backend", "decode_buckets", "prefill_buckets", "prefill_slots", "decode_variants",
+        "try_compile",
         "hash_contents", "prefix_cache",
     }  # fmt: skip
     assert set(PlanOptions.__dataclass_fields__) == used | checked

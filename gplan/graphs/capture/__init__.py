@@ -12,6 +12,7 @@ from gplan.graphs.capture.base import CaptureBackend, GraphDevice
 _BACKENDS = {
     "full": ("gplan.graphs.capture.full", "FullBackend"),
     "breakable": ("gplan.graphs.capture.breakable", "BreakableBackend"),
+    "piecewise": ("gplan.graphs.capture.piecewise", "PiecewiseBackend"),
     "eager": ("gplan.graphs.capture.eager", "EagerBackend"),
 }
 

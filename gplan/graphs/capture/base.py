@@ -131,6 +131,8 @@ class CaptureBackend(ABC):
     name: ClassVar[str]
     cuts_at_breaks: bool
     """Whether calls decorated as breaks run eagerly between segments rather than inside one."""
+    compiles: ClassVar[bool] = False
+    """Whether every forward that it captures goes through a compiler first."""
 
     def __init__(self, device: GraphDevice) -> None:
         self.device = device

@@ -20,6 +20,7 @@ from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
 from gplan.kernels.flashinfer.sampling import mask_tokens, penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
+from gplan.kernels.reference import TraceableKernels
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -53,6 +54,9 @@ class FlashInferKernels(Kernels):
     @staticmethod
     def prefill_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
         return load_prefill_module(dtype, head_dim, device)[0]
+
+    def traceable(self) -> Kernels:
+        return TraceableKernels(self.shape)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if out is None:
