@@ -32,6 +32,9 @@ from gplan.models.base import ForwardInputs, Model
 
 Call = Callable[[], object]
 
+SETTINGS = {"triton.cudagraphs": False, "compile_threads": 1, "cpp.dynamic_threads": True}
+"""Of Inductor: no graphs of its own, no processes of its own, and as many threads as the process has."""
+
 _numbers = itertools.count()
 _called: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """What operators find their attention and their piece by: an operator's arguments are tensors and numbers."""
@@ -174,7 +177,7 @@ def _compiled(module: fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[...
     import torch._inductor.config as config
     from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad(), config.patch({"triton.cudagraphs": False, "compile_threads": 1, "cpp.dynamic_threads": True}):
+    with torch.no_grad(), config.patch(SETTINGS):
         return _Piece(compile_fx(module, list(tensors)))
 
 
