@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from formats.plan import BackendName, Rejection
+from formats.plan import DRAW_VARIANTS, BackendName, Rejection
 from gplan.core import Phase
 from gplan.errors import UnsupportedError
 
@@ -30,7 +30,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Forbids `backends` in `phases`, and the kernel sets `kernels`, where `applies`."""
+    """Forbids `backends` and `variants` in `phases`, and the kernel sets `kernels`, where `applies`."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -38,6 +38,7 @@ class Rule:
     applies: Callable[[Facts], bool]
     reason: str
     kernels: tuple[KernelsName, ...] = ()
+    variants: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.reason} (rule {self.name})"
@@ -83,6 +84,14 @@ RULES: tuple[Rule, ...] = (
         ("piecewise",),
         lambda facts: not facts.has_compiler,
         "there is nothing here to compile with: a CPU needs g++ or clang++, a GPU Triton",
+    ),
+    Rule(
+        "metadata-decided-on-the-host",
+        (Phase.PREFILL,),
+        (),
+        lambda facts: True,
+        "the host lays out attention anew at each step (FlashInfer's plan): in a graph that would stay as captured",
+        variants=DRAW_VARIANTS,
     ),
 )
 
@@ -131,3 +140,9 @@ def broken_rule(phase: Phase, backend: BackendName, facts: Facts) -> Rule | None
 def broken_kernels_rule(kernels: KernelsName, facts: Facts) -> Rule | None:
     """The first rule that forbids a kernel set, if any."""
     return next((rule for rule in RULES if kernels in rule.kernels and rule.applies(facts)), None)
+
+
+def broken_variant_rule(phase: Phase, variant: str, facts: Facts) -> Rule | None:
+    """The first rule that forbids a variant, if any."""
+    matching = (rule for rule in RULES if phase in rule.phases and variant in rule.variants)
+    return next((rule for rule in matching if rule.applies(facts)), None)

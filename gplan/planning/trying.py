@@ -12,7 +12,7 @@ from gplan.planning.bench import Bench
 from gplan.planning.choices import Choices
 from gplan.planning.options import PlanOptions
 from gplan.planning.resolve import Resolved
-from gplan.planning.rules import Facts, broken_rule
+from gplan.planning.rules import Facts, broken_rule, broken_variant_rule
 from gplan.planning.variants import NONE, Pairs, found, together
 
 MOST_COMPILED, MOST_COMPILED_BUCKETS = 16, 4
@@ -62,9 +62,10 @@ def draws(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choice
         choices.lock("decode.variants", "none", "--decode-variants")
     if asked is not None or setup.backend != "full":
         return NONE
+    facts = facts_of(bench.resolved)
     first, *others = (key.size for key in setup.base_keys)
     pairs = []
-    for part in DRAW_VARIANTS:
+    for part in (part for part in DRAW_VARIANTS if broken_variant_rule(Phase.DECODE, part, facts) is None):
         savings = bench.savings(Phase.DECODE, "full", [first], part)
         if savings[0].is_worth_it and others:
             savings += bench.savings(Phase.DECODE, "full", others, part)

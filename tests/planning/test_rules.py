@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,16 @@ from gplan.core import Phase
 from gplan.errors import GplanError, UnsupportedError
 from gplan.planning.options import PlanOptions
 from gplan.planning.resolve import resolve
-from gplan.planning.rules import CANDIDATES, RULES, Facts, broken_kernels_rule, broken_rule, candidates, rejections
+from gplan.planning.rules import (
+    CANDIDATES,
+    RULES,
+    Facts,
+    broken_kernels_rule,
+    broken_rule,
+    broken_variant_rule,
+    candidates,
+    rejections,
+)
 from tests.checkpoints import make_checkpoint
 
 GPU = Facts(device="cuda", kernels="flashinfer", dtype="torch.bfloat16", head_dim=128)
@@ -21,7 +31,8 @@ CASES = [
     ("flashinfer-in-half-precision", Facts(device="cuda", kernels="flashinfer", dtype="torch.float32", head_dim=128)),
     ("flashinfer-head-dims", Facts(device="cuda", kernels="flashinfer", dtype="torch.bfloat16", head_dim=96)),
     ("reference-reads-lengths-on-the-host", Facts(device="cuda", kernels="reference", dtype="torch.bfloat16")),
-    ("no-compiler", GPU),
+    ("no-compiler", replace(GPU, has_compiler=False)),
+    ("metadata-decided-on-the-host", GPU),
 ]
 
 
@@ -32,6 +43,8 @@ def test_each_rule_strikes_what_it_names(name: str, facts: Facts) -> None:
     for kernels in rule.kernels:
         assert broken_kernels_rule(kernels, facts) is rule
     for phase in rule.phases:
+        for variant in rule.variants:
+            assert broken_variant_rule(phase, variant, facts) is rule
         for backend in rule.backends:
             assert broken_rule(phase, backend, facts) is rule
             assert backend not in candidates(phase, None, facts)
@@ -43,7 +56,9 @@ def test_each_rule_strikes_what_it_names(name: str, facts: Facts) -> None:
 
 def test_the_cases_reach_every_rule_once() -> None:
     assert Counter(name for name, _ in CASES) == Counter(rule.name for rule in RULES)
-    assert all(rule.reason and (rule.kernels or (rule.phases and rule.backends)) for rule in RULES)
+    struck = [rule.kernels or (rule.phases and (rule.backends or rule.variants)) for rule in RULES]
+    assert all(struck)
+    assert all(rule.reason for rule in RULES)
 
 
 def test_where_no_rule_applies_everything_is_a_candidate() -> None:
@@ -51,6 +66,8 @@ def test_where_no_rule_applies_everything_is_a_candidate() -> None:
     for phase in Phase:
         assert candidates(phase, None, GPU) == CANDIDATES[phase]
         assert candidates(phase, "full", GPU) == ("full",)
+    assert candidates(Phase.PREFILL, None, GPU, tries_compiler=True) == ("breakable", "piecewise")
+    assert broken_variant_rule(Phase.DECODE, "greedy", GPU) is None
 
 
 @pytest.fixture(scope="module")
