@@ -9,13 +9,14 @@ import msgspec
 
 from cli.drawing import draw_ladder
 from cli.failure import say
-from cli.parameters import check_finite, plan_argument
+from cli.parameters import check_finite, checkpoint_of, plan_argument
 from cli.plotting import plot_option, write_plot
 from cli.text import columns, count, section, short
 from cli.views import echo_json
 from formats.container import read_plan
 from formats.plan import PhasePlan, Plan, plan_id
 from formats.workload import read_workload
+from gplan.models.token_counts import token_counter
 from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import Distribution, PhaseReport, SimulationReport
 from gplan.scheduling.scheduler import Scheduler
@@ -50,12 +51,13 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
     callback=check_finite,
     help="Of arrivals.",
 )
+@click.option("--checkpoint", help="Whose tokenizer counts the texts of a ShareGPT file, if not the planned one's.")
 @plot_option
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
-def simulate(plan: str, workload: str, speedup: float, plot: str | None, as_json: bool) -> None:
+def simulate(plan: str, workload: str, speedup: float, checkpoint: str | None, plot: str | None, as_json: bool) -> None:
     """Runs a workload through the scheduler that serves, on a clock that goes by the plan's measured times.
 
-    TRACE is a file (gplan's own JSONL, Azure, Mooncake, BurstGPT) or words: uniform:100-1024,
+    TRACE is a file (gplan's own JSONL, Azure, Mooncake, BurstGPT, ShareGPT) or words: uniform:100-1024,
     poisson:rate=8,in=512,out=128 or closed:64,in=512,out=128. Requests longer than the plan allows are cut.
 
     \b
@@ -65,7 +67,7 @@ def simulate(plan: str, workload: str, speedup: float, plot: str | None, as_json
       gplan simulate model.gplan --workload trace.csv --plot steps.html
     """
     read = read_plan(plan)
-    trace = read_workload(workload)
+    trace = read_workload(workload, lambda text: token_counter(checkpoint_of(read, checkpoint))(text))
     trace = trace.sped_up(speedup).truncated(read.limits.max_len)
     times = times_of_plan(read)
     lag = 1 if read.fingerprint.device == "cuda" else 0

@@ -16,6 +16,7 @@ from formats.plan import Limits, PhasePlan, Plan, Rejection
 from gplan.core import Phase
 from gplan.graphs.machine import read_fingerprint
 from gplan.kernels import kernels_class
+from gplan.models.token_counts import token_counter
 from gplan.planning.backends import choose_backend
 from gplan.planning.bench import Bench
 from gplan.planning.choices import Choices
@@ -50,9 +51,10 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
     """
     resolved = resolve(options)
     choices = Choices(resolved.choices)
-    traffic = (
-        None if options.workload is None else read_traffic(options.workload, resolved.limits.max_len, options.speedup)
-    )
+    traffic = None
+    if options.workload is not None:
+        count_tokens = token_counter(options.checkpoint)
+        traffic = read_traffic(options.workload, resolved.limits.max_len, options.speedup, count_tokens)
     ladders = {phase: _ladder(phase, options, resolved, choices) for phase in Phase}
     prefill_kernel = kernels_class(resolved.kernels).prefill_kernel(
         resolved.dtype, resolved.spec.head_dim, resolved.device

@@ -18,6 +18,7 @@ from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import PhaseSetup
 from gplan.models.checkpoint import source_of
+from gplan.models.token_counts import token_counter
 from gplan.planning.eager import cheaper_eagerly
 from gplan.planning.options import PlanOptions, format_buckets
 from gplan.planning.traffic import (
@@ -58,7 +59,8 @@ def replan(old: Plan, options: PlanOptions) -> Plan:
     _refuse_what_needs_measuring(old, options)
     if options.workload is None:
         raise GplanError("--from without --workload: nothing would change", "Give the traffic to plan for.")
-    traffic = read_traffic(options.workload, old.limits.max_len, options.speedup)
+    count_tokens = token_counter(options.checkpoint)
+    traffic = read_traffic(options.workload, old.limits.max_len, options.speedup, count_tokens)
     figures = {phase: _figures(old, old.phase(phase)) for phase in Phase}
     lag = 1 if old.fingerprint.device == "cuda" else 0
     report = run_traffic(traffic.seen, old.limits, old.num_kv_pages, figures, lag)

@@ -13,6 +13,7 @@ import numpy as np
 
 from formats.plan import Bucket, Costs, Limits, Regret, SizeTiming, Workload
 from formats.trace import Trace
+from formats.trace_readers import CountTokens
 from formats.workload import is_stated, read_workload
 from gplan.core import Phase
 from gplan.errors import GplanError
@@ -94,17 +95,20 @@ class PhaseFigures:
         )
 
 
-def read_traffic(spec: str, max_len: int, speedup: float | None = None) -> Traffic:
+def read_traffic(
+    spec: str, max_len: int, speedup: float | None = None, count_tokens: CountTokens | None = None
+) -> Traffic:
     """Reads a workload; its second half is held out where it is long enough.
 
     Args:
         speedup: of its arrivals.
+        count_tokens: of a text, for a workload that holds texts.
 
     Raises:
         GplanError: it holds no request.
         FormatError: it cannot be read; names file, line and field.
     """
-    trace = read_workload(spec).sped_up(speedup or 1.0).truncated(max_len)
+    trace = read_workload(spec, count_tokens).sped_up(speedup or 1.0).truncated(max_len)
     if not trace.requests:
         raise GplanError(f"--workload {spec}: no requests in it", "Give a trace of at least one request.")
     name = spec if is_stated(spec) else spec.rsplit("/", 1)[-1]

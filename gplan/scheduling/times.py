@@ -76,9 +76,9 @@ class PhaseTimes:
         return self.graph_ps[bucket] - self.rows_ps[bucket]
 
     def padding_ps(self, size: int) -> int:
-        """Of a replay at `size`, what a bucket of exactly that size would spare."""
+        """Of a replay at `size`, what a bucket of exactly that size would spare, if it spares anything."""
         bucket = self.bucket[size]
-        return self.graph_ps[bucket] - self.rows_ps[bucket] - (self.graph_ps[size] - self.rows_ps[size])
+        return max(0, self.graph_ps[bucket] - self.rows_ps[bucket] - (self.graph_ps[size] - self.rows_ps[size]))
 
 
 @dataclass(frozen=True, slots=True)

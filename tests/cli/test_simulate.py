@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from cli.main import cli
 from cli.simulate import SimulationView
 from formats.container import write_plan
 from formats.plan import plan_id
+from tests.checkpoints import make_checkpoint
 from tests.formats.plans import make_plan
 
 WORKLOAD = "closed:8,in=16,out=8,n=40"
@@ -80,3 +82,17 @@ def test_a_phase_without_times_is_refused_with_the_way_to_have_them(tmp_path: Pa
     result = CliRunner().invoke(cli, ["simulate", str(tmp_path / "p.gplan"), "--workload", WORKLOAD])
     assert result.exit_code == 1
     assert "gplan plan CHECKPOINT" in result.stderr
+
+
+def test_texts_are_counted_by_the_checkpoints_tokenizer(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model")
+    write_plan(make_plan(), tmp_path / "p.gplan")
+    turns = [{"from": "human", "value": "one two three"}, {"from": "gpt", "value": "four"}]
+    (tmp_path / "texts.json").write_text(json.dumps([{"conversations": turns}] * 3))
+    arguments = ["simulate", str(tmp_path / "p.gplan"), "--workload", str(tmp_path / "texts.json"), "--json"]
+    done = CliRunner().invoke(cli, [*arguments, "--checkpoint", str(checkpoint)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["report"]["num_requests"] == 3
+    missing = CliRunner().invoke(cli, [*arguments, "--checkpoint", str(tmp_path)])
+    assert missing.exit_code == 1
+    assert "the workload holds texts" in missing.stderr
