@@ -16,7 +16,6 @@ from cli.views import echo_json
 from formats.container import read_plan
 from formats.plan import PhasePlan, Plan, plan_id
 from formats.workload import read_workload
-from gplan.models.token_counts import token_counter
 from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import Distribution, PhaseReport, SimulationReport
 from gplan.scheduling.scheduler import Scheduler
@@ -67,7 +66,7 @@ def simulate(plan: str, workload: str, speedup: float, checkpoint: str | None, p
       gplan simulate model.gplan --workload trace.csv --plot steps.html
     """
     read = read_plan(plan)
-    trace = read_workload(workload, lambda text: token_counter(checkpoint_of(read, checkpoint))(text))
+    trace = read_workload(workload, lambda text: _count_tokens(text, read, checkpoint))
     trace = trace.sped_up(speedup).truncated(read.limits.max_len)
     times = times_of_plan(read)
     lag = 1 if read.fingerprint.device == "cuda" else 0
@@ -87,6 +86,12 @@ def simulate(plan: str, workload: str, speedup: float, checkpoint: str | None, p
         echo_json(view)
     else:
         click.echo("\n".join(_page(view, read)))
+
+
+def _count_tokens(text: str, plan: Plan, checkpoint: str | None) -> int:
+    from gplan.models.token_counts import token_counter
+
+    return token_counter(checkpoint_of(plan, checkpoint))(text)
 
 
 def _page(view: SimulationView, plan: Plan) -> list[str]:
