@@ -96,3 +96,16 @@ def test_penalties_equal_the_reference() -> None:
     ours.apply_penalties(logits, counts, in_prompt, *amounts)
     reference.apply_penalties(other, counts, in_prompt, *amounts)
     torch.testing.assert_close(logits, other)
+
+
+@pytest.mark.parametrize("vocab", [33, 32000, 128256])
+def test_masks_are_those_of_the_reference(vocab: int) -> None:
+    ours, reference = both()
+    found = randn(N, vocab, seed=1, dtype=torch.float32)
+    expected = found.clone()
+    rows = torch.arange(0, N, 3, device=CUDA)
+    words = torch.randint(-(2**31), 2**31 - 1, (len(rows), -(-vocab // 32)), device=CUDA).to(torch.int32)
+    ours.apply_token_mask(found, rows, words)
+    reference.apply_token_mask(expected, rows, words)
+    assert torch.equal(found, expected)
+    assert torch.isinf(found[rows]).any()
