@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("debug"))
 
 
-def executor_of(checkpoint: Path, pair: tuple[str, str], *, debug: bool) -> Executor:
+def executor_of(checkpoint: Path, pair: tuple[str, str], *, debug: bool, **variants: tuple[str, ...]) -> Executor:
     return make_executor(
         checkpoint,
         decode=pair[0],
@@ -34,6 +34,7 @@ def executor_of(checkpoint: Path, pair: tuple[str, str], *, debug: bool) -> Exec
         decode_ladder=(1, 2, 8),
         prefill_ladder=(16, 64),
         debug_graphs=debug,
+        **variants,
     )
 
 
@@ -52,6 +53,21 @@ def test_answers_and_keys_are_those_of_replays_and_nothing_is_recorded(checkpoin
         assert {ours.num_segments(key) for key in ours.keys()} == {0}  # noqa: SIM118
         assert min(theirs.num_segments(key) for key in theirs.keys()) > 0  # noqa: SIM118
     assert debugged.device.pool_nbytes() == 0
+
+
+def test_variants_are_debugged_too(checkpoint: Path) -> None:
+    variants = {"decode_variants": ("greedy", "sampled"), "prefill_variants": ("full",)}
+    replayed, debugged = (executor_of(checkpoint, BACKENDS[0], debug=debug, **variants) for debug in (False, True))
+    for temperature in (0.0, 0.8):
+        served = [
+            serve(
+                executor, [greedy(f"{temperature} {i}", p, 9, temperature=temperature) for i, p in enumerate(PROMPTS)]
+            )
+            for executor in (replayed, debugged)
+        ]
+        assert served[0].answers == served[1].answers
+        assert served[0].steps == served[1].steps
+        assert any(":" in step.removeprefix("decode:") for step in served[0].steps), "a variant ran"
 
 
 def test_a_fault_of_the_recording_is_gone_and_a_fault_before_it_stays(checkpoint: Path) -> None:
