@@ -12,7 +12,7 @@ import msgspec
 
 from formats.plan import PhasePlan, Plan
 from gplan.core import Phase
-from gplan.scheduling.times import PS_PER_US, times_of_phase
+from gplan.scheduling.times import PS_PER_US, PhaseTimes, times_of_phase
 
 Steps = Sequence[tuple[int, int]]
 
@@ -73,8 +73,13 @@ def _mean_us(plan: Plan, phase: Phase, steps: Steps) -> float | None:
     if not count or not part.eager_us or max(size for size, _ in steps) > part.max_size:
         return None
     times = times_of_phase(part, plan.limits)
-    taken = [(times.graph_ps[times.bucket[n]] if times.bucket[n] else times.eager_ps[n]) * k for n, k in steps]
-    return sum(taken) / count / PS_PER_US
+    return sum(_step_ps(times, size) * number for size, number in steps) / count / PS_PER_US
+
+
+def _step_ps(times: PhaseTimes, size: int) -> int:
+    """A step of `size` whose rows read as much as when sizes were timed; padding rows read nothing."""
+    bucket = times.bucket[size]
+    return times.graph_ps[bucket] - times.rows_ps[bucket] + times.rows_ps[size] if bucket else times.eager_ps[size]
 
 
 def _effect(what: str, a: float, b: float, unit: str, note: str = "") -> Effect:

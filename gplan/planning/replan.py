@@ -156,11 +156,12 @@ def _figures(old: Plan, phase: PhasePlan, known: PhaseFigures | None = None) -> 
 
 def _left_out(phase: PhasePlan, plain: Sequence[Bucket]) -> Iterator[Bucket]:
     """Sizes that the plan timed as buckets are, but left out: as buckets. What they take to capture was not kept; it is
-    taken for what the bucket above takes."""
+    taken for what the next smaller bucket takes, since the largest pays for what the first capture sets up."""
     for entry in phase.other_sizes:
-        above = next((bucket for bucket in plain if bucket.size > entry.size), None)
-        if above is not None and entry.graph is not None and entry.eager is not None:
-            yield msgspec.structs.replace(above, size=entry.size, graph=entry.graph, eager=entry.eager)
+        smaller = [bucket for bucket in plain if bucket.size < entry.size]
+        if plain and entry.graph is not None and entry.eager is not None:
+            like = smaller[-1] if smaller else plain[0]
+            yield msgspec.structs.replace(like, size=entry.size, graph=entry.graph, eager=entry.eager)
 
 
 def _solve(
