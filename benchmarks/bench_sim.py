@@ -150,10 +150,17 @@ def main() -> None:
     gc.freeze()  # as the engine process does
     serve(ready, plan, first(trace, 4), 0)
     scheduler = Scheduler(plan.limits, plan.num_kv_pages, packer_of_plan(plan))
+    started = time.perf_counter()
     simulated = simulate(trace, scheduler, times_of_plan(plan), lag=ready.executor.result_lag)
+    rate = simulated.num_steps / (time.perf_counter() - started)
     for repeat in range(arguments.repeats):
         real = serve(ready, plan, trace, repeat)
-        case = {"case": "simulated against real", "workload": arguments.workload, "requests": len(trace.requests)}
+        case: dict[str, Any] = {
+            "case": "simulated against real",
+            "workload": arguments.workload,
+            "requests": len(trace.requests),
+        }
+        case["simulated_steps_per_s"] = round(rate)
         print(json.dumps(case | compare(plan, real, simulated)), flush=True)
     ready.executor.close()
 

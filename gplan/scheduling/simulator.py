@@ -5,6 +5,9 @@ how long requests waited, how full the KV pool was. The same input gives the sam
 
 Prompts share what a trace's `prefix_ids` say they share, where the plan has a prefix cache. Of answers nothing is known
 that a prompt could begin with.
+
+What bounds its speed: a step is some microseconds of Python, however long it lasts; a page given out adds one or two, a
+request that comes and goes a hundred and more for its row, its pages and its place in the queue.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_ladders import BOUNDS, Figures, Histograms, cases, cost_of, histograms, solved
+from benchmarks.bench_packing import changes, without_and_with
 from benchmarks.curves import Curves, read_curves
 from formats.workload import read_workload
 from gplan.core import Phase
@@ -60,3 +61,13 @@ def test_a_workload_may_be_sped_up() -> None:
     slow, fast = (read_traffic("poisson:rate=4,in=9,out=9,n=40", 64, speedup) for speedup in (None, 2.0))
     assert fast.spec == f"{slow.spec}, 2 times as fast"
     assert fast.seen.requests[-1].arrival_s == pytest.approx(slow.seen.requests[-1].arrival_s / 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("rate", [2, 12])
+def test_prompts_cut_at_buckets_wait_no_longer(curves: Curves, rate: int) -> None:
+    trace = read_workload(f"poisson:rate={rate},in=100-1500,out=20-100,n=300")
+    plain, packed = without_and_with(curves, (8, 64, 256, 512, 1024, 2048), trace)
+    assert packed.prefill.replayed > plain.prefill.replayed, "prompts were cut"
+    first = changes(plain.ttft_ms, packed.ttft_ms)
+    assert all(first[rank] <= 0 for rank in ("mean", "p50", "p90", "p95", "p99")), first
+    assert changes(plain.inter_token_ms, packed.inter_token_ms)["mean"] <= 0
