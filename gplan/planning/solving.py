@@ -8,6 +8,7 @@ ladder are captured and timed too. What is served is chosen among measured sizes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,10 +50,10 @@ from gplan.planning.variants import (
 )
 from gplan.scheduling.report import SimulationReport
 
-HELD_OUT_SIZES = {"cpu": 1, "cuda": 3}
+HELD_OUT_SIZES = {"cpu": 1, "cuda": 2}
 """Sizes of a phase beside the default ladder that are timed to see how well they were foretold."""
 
-MORE_SIZES = {"cpu": 4, "cuda": 16}
+MORE_SIZES = {"cpu": 4, "cuda": 12}
 """Sizes of a phase that are timed at most because they could change its ladder. On a CPU each takes seconds."""
 
 TOLERANCE = 0.01
@@ -248,7 +249,8 @@ def _refined(
         at_once=max(1, most // 2),
     )
     held_out = list(refined.held_out)
-    missing = [size for size in refined.solution.ladder if size not in found]
+    ladder = refined.solution.ladder
+    missing = sorted([size for size in _busiest(ladder, steps) if size not in found][: most - len(held_out)])
     if missing:
         line = refined.curve.over(setup.max_size)
         held_out += [HeldOut(n, float(line[n]), us) for n, us in zip(missing, measure(missing), strict=True)]
@@ -256,6 +258,14 @@ def _refined(
         Prediction(size=held.size, predicted_us=held.predicted, measured_us=held.measured) for held in held_out
     )
     return replace(figures, buckets=tuple(found[size] for size in sorted(found))), predictions
+
+
+def _busiest(ladder: Sequence[int], steps: Steps) -> list[int]:
+    """Buckets, those first that take most of the steps."""
+    taken = dict.fromkeys(ladder, 0)
+    for size, count in steps:
+        taken[ladder[bisect_left(ladder, size)]] += count
+    return sorted(ladder, key=lambda bucket: (-taken[bucket], bucket))
 
 
 @dataclass(frozen=True, slots=True)
