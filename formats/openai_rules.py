@@ -200,7 +200,7 @@ def _check_calls(message: ChatMessage, path: str) -> None:
     for index, call in enumerate(message.tool_calls or ()):
         try:
             call.for_template()
-        except ValueError:
+        except (ValueError, RecursionError):
             where = f"{path}.tool_calls[{index}].function.arguments"
             raise BadRequestError(f"{where} is not JSON", where) from None
 

@@ -138,7 +138,7 @@ class ServedTokenizer:
             options["tools"] = list(tools)
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), **options, **(template_arguments or {})))
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise TemplateRefusalError(f"the chat template refuses this: {error}") from error
 
     @cached_property

@@ -191,6 +191,15 @@ def test_a_schema_that_is_not_enforced_is_refused_by_the_name_of_its_keyword(
         schema_grammar(schema)
 
 
+@pytest.mark.parametrize("depth", [300, 2000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    with pytest.raises(GrammarError, match="nested too deeply"):
+        schema_grammar(schema)
+
+
 def test_a_grammar_is_checked_without_a_tokenizer() -> None:
     check(schema_grammar(SCHEMA))
     with pytest.raises(GrammarError):

@@ -58,9 +58,13 @@ def bounded(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     """A schema whose texts hold no endless whitespace.
 
     Raises:
-        GrammarError: it is too long.
+        GrammarError: it is too long, or too deep.
     """
-    if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
+    try:
+        length = len(json.dumps(schema))
+    except RecursionError:
+        raise _too_deep() from None
+    if length > MAX_SCHEMA_BYTES:
         raise GrammarError(f"the schema is longer than {MAX_SCHEMA_BYTES} bytes", "Use a smaller one.")
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
@@ -142,5 +146,11 @@ def _limits(library: Any, step_fuel: int) -> Any:
 
 def _refusal(problem: str) -> GrammarError:
     """Of what the library says, the first part: some messages go on with the whole grammar."""
+    if "recursion limit exceeded" in problem:
+        return _too_deep()
     first = problem.strip().split("\n\n")[0]
     return GrammarError(" ".join(first.split())[:500], "Say it with other keywords.")
+
+
+def _too_deep() -> GrammarError:
+    return GrammarError("the schema is nested too deeply", "Use $defs and $ref.")
