@@ -325,6 +325,11 @@ class Generation:
             answer.text = "".join(parts)
         return answers
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every answer is complete and was read."""
+        return not self._open
+
     def close(self) -> None:
         """Gives up what is unfinished. May be called more than once."""
         if self._is_closed:

@@ -72,6 +72,28 @@ def test_seats_add_up(events: list[tuple[str, int, bool]]) -> None:
     asyncio.run(asyncio.wait_for(seats.wait_until_empty(60), 1))
 
 
+def test_who_would_be_answered_too_late_is_refused_at_once() -> None:
+    """Answers are complete every 20 ms, and a hundred are before the newcomer: it needs two seconds."""
+
+    async def run() -> None:
+        seats = Seats(1000)
+        waiting = [seats.take(1, "crowd") for _ in range(120)]
+        assert seats.take(1, "crowd", time.monotonic() + 0.01), "nothing is known of how long answers take"
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            waiting.pop().give_back(is_complete=True)
+        with pytest.raises(ApiError, match="would be over before") as refusal:
+            seats.take(1, "crowd", time.monotonic() + 0.5)
+        assert refusal.value.retry_after_s is not None
+        assert seats.take(1, "crowd", time.monotonic() + 60)
+        assert seats.take(1, "other", time.monotonic() + 0.5), "its turn comes before the crowd's"
+        waiting.pop().give_back()
+        while waiting:
+            waiting.pop().give_back(is_complete=False)
+
+    asyncio.run(run())
+
+
 # Time, and what is left unread --------------------------------------------------------------------------------------
 
 

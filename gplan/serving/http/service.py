@@ -94,8 +94,8 @@ class Service:
             ApiError: as `admit`; 400 for a time limit that is none.
         """
         self._check_open()
-        time_limit_of(request, self.request_timeout_s)
-        self.seats.check(1, client_of(request))
+        deadline = time.monotonic() + time_limit_of(request, self.request_timeout_s)
+        self.seats.check(1, client_of(request), deadline)
 
     def admit(self, request: Request, num_answers: int) -> Seat:
         """Lets a request in; its time runs from now. Its seat is given back by its generation, or by whoever does not
@@ -121,8 +121,12 @@ class Service:
             ApiError: 400 for more scores than this process should hold at once.
             EngineDiedError: there is no engine any more.
         """
+
+        def leave() -> None:
+            seat.give_back(is_complete=generation.is_complete)
+
         generation = Generation(
-            self.client, self.tokenizer.vocabulary, jobs, seat.give_back, client=seat.client, deadline=seat.deadline
+            self.client, self.tokenizer.vocabulary, jobs, leave, client=seat.client, deadline=seat.deadline
         )
         try:
             check_scores(jobs)

@@ -1,0 +1,183 @@
+"""What overload does: the rate a server sustains, then four times that for a minute. JSON lines.
+
+    python -m benchmarks.bench_overload PLAN --checkpoint DIR [--seconds 60] [--times 4] [--timeout 30]
+
+The peak is that of as many clients as the plan has rows, each asking again as soon as it is answered. Overload is an
+open loop: requests arrive at random times at `times` the peak's rate, whatever becomes of those before, half of them
+from one address and the others from three more; all of them read streams, and with `--timeout` give up after so many
+seconds. Cases: `peak` and `overload` with output tokens per second of complete answers (goodput) and the 50th and 99th
+percentiles of milliseconds between tokens; `ratio`, which compares them, with the refusals and the memory taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.clients import RefusedError, chunks, resident_mib
+from cli.local_server import LocalServer, local_server
+from formats.container import read_plan
+from formats.plan import Plan
+
+ADDRESSES = ("127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+PROMPT, OUTPUT = (16, 96), (16, 48)
+"""Tokens of a request, at least and at most."""
+
+
+@dataclass
+class Seen:
+    """What clients saw. Times are seconds since the case began."""
+
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """When an answer was complete, and its tokens."""
+    gaps: list[float] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def goodput(self, start: float, end: float) -> float:
+        return sum(tokens for at, tokens in self.ends if start <= at < end) / (end - start)
+
+    def summary(self, seconds: float, skipped: float) -> dict[str, Any]:
+        middle, high = np.percentile(self.gaps, (50, 99)) * 1e3 if self.gaps else (0.0, 0.0)
+        return {
+            "goodput_per_s": round(self.goodput(skipped, seconds), 2),
+            "gap_p50_ms": round(float(middle), 2),
+            "gap_p99_ms": round(float(high), 2),
+            "answers": len(self.ends),
+            "outcomes": dict(self.outcomes),
+        }
+
+
+class Load:
+    """Requests of one server, as many clients send them."""
+
+    def __init__(self, server: LocalServer, plan: Plan, model: str, timeout: float | None, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._vocab_size, self._model = plan.model.vocab_size, model
+        self._headers = {} if timeout is None else {"X-Request-Timeout": f"{timeout:g}"}
+        self._clients = {
+            address: httpx.AsyncClient(
+                base_url=server.url,
+                timeout=600,
+                trust_env=False,
+                transport=httpx.AsyncHTTPTransport(
+                    local_address=address, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
+                ),
+            )
+            for address in ADDRESSES
+        }
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+    async def one(self, seen: Seen, began: float) -> None:
+        """One request, streamed."""
+        rng = self._rng
+        prompt = [rng.randrange(self._vocab_size) for _ in range(rng.randint(*PROMPT))]
+        body = {"model": self._model, "prompt": prompt, "max_tokens": rng.randint(*OUTPUT), "ignore_eos": True}
+        last, tokens, client = 0.0, 0, self._clients[rng.choice(ADDRESSES)]
+        body |= {"temperature": 0, "stream_options": {"include_usage": True}}
+        try:
+            async for event in chunks(client, "/v1/completions", body, **self._headers):
+                now = time.perf_counter()
+                if event["usage"] is not None:
+                    tokens = event["usage"]["completion_tokens"]
+                    continue
+                if last:
+                    seen.gaps.append(now - last)
+                last = now
+        except RefusedError as error:
+            seen.outcomes[str(error.code)] += 1
+            return
+        seen.outcomes["complete"] += 1
+        seen.ends.append((time.perf_counter() - began, tokens))
+
+    async def closed(self, clients: int, seconds: float) -> Seen:
+        """As many clients, each with one request at a time."""
+        seen, began = Seen(), time.perf_counter()
+
+        async def client() -> None:
+            while time.perf_counter() - began < seconds:
+                await self.one(seen, began)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return seen
+
+    async def open(self, rate: float, seconds: float, memory: list[list[float]], server: LocalServer) -> Seen:
+        """Arrivals at random times; who still waits when time is up leaves."""
+        seen, began, tasks = Seen(), time.perf_counter(), set[asyncio.Task[None]]()
+        for at in self._arrivals(rate, seconds):
+            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            task = asyncio.create_task(self.one(seen, began))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if not memory or at // 2 >= len(memory):
+                memory.append(resident_mib(server))
+        await asyncio.sleep(max(0.0, began + seconds - time.perf_counter()))
+        left = list(tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        seen.outcomes["unanswered at the end"] += len(left)
+        return seen
+
+    def _arrivals(self, rate: float, seconds: float) -> Iterator[float]:
+        at = self._rng.expovariate(rate)
+        while at < seconds:
+            yield at
+            at += self._rng.expovariate(rate)
+
+
+async def measure(server: LocalServer, plan: Plan, arguments: argparse.Namespace) -> None:
+    load = Load(server, plan, server.model_name(), arguments.timeout, arguments.seed)
+    rows, warm = plan.limits.max_batch, arguments.seconds / 10
+    await load.closed(rows, warm)
+    peak = await load.closed(rows, arguments.seconds)
+    rate = sum(1 for at, _ in peak.ends if at < arguments.seconds) / arguments.seconds
+    at_peak = peak.summary(arguments.seconds, warm)
+    print(json.dumps({"case": "peak", "requests_per_s": round(rate, 2)} | at_peak), flush=True)
+    memory: list[list[float]] = []
+    seen = await load.open(arguments.times * rate, arguments.seconds, memory, server)
+    over = seen.summary(arguments.seconds, warm)
+    print(json.dumps({"case": "overload", "requests_per_s": round(arguments.times * rate, 2)} | over), flush=True)
+    third = max(1, len(memory) // 3)
+    growth = [round(b - a, 1) for a, b in zip(memory[third], memory[-1], strict=True)]
+    ratio = {
+        "case": "ratio",
+        "goodput": round(over["goodput_per_s"] / at_peak["goodput_per_s"], 3),
+        "gap_p99": round(over["gap_p99_ms"] / at_peak["gap_p99_ms"], 3),
+        "resident_mib": [round(value) for value in memory[-1]],
+        "growth_mib": growth,
+    }
+    print(json.dumps(ratio), flush=True)
+    await load.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan")
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--times", type=float, default=4)
+    parser.add_argument("--timeout", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    log = Path(tempfile.mkdtemp()) / "serve.log"
+    with local_server((arguments.plan, "--checkpoint", arguments.checkpoint), log) as server:
+        asyncio.run(measure(server, read_plan(arguments.plan), arguments))
+
+
+if __name__ == "__main__":
+    main()
