@@ -56,6 +56,7 @@ class Live:
     Args:
         program: what Python runs; the command line by default.
         environment: variables beside its own.
+        python_path: folders from which Python imports, beside the sources.
 
     Attributes:
         temporary: its folder for temporary files, its own.
@@ -67,6 +68,7 @@ class Live:
         *arguments: str,
         program: Sequence[str] = ("-m", "cli.main"),
         environment: Mapping[str, str] | None = None,
+        python_path: Sequence[Path] = (),
     ) -> None:
         command = [sys.executable, *program, "serve", str(plan), "--port", "0", *arguments]
         command += ["--checkpoint", str(plan.with_suffix(""))]
@@ -74,7 +76,7 @@ class Live:
         variables = {
             **os.environ,
             **(environment or {}),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, python_path)]),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,7 +39,8 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(plan_path: Path) -> Iterator[Servers]:
-    started = [Live(plan_path, "--api-key", KEY), *(Live(plan_path) for _ in range(2))]
+    started = [Live(plan_path, "--api-key", KEY), Live(plan_path)]
+    started.append(Live(plan_path, python_path=[Path(__file__).parent / "jumping"]))
     started.append(on_failing_device(plan_path))
     try:
         for live in started:
@@ -50,11 +52,13 @@ def servers(plan_path: Path) -> Iterator[Servers]:
 
 
 def on_failing_device(plan_path: Path) -> Live:
-    """A server whose engine is `failing_worker`; its device fails for good once `broken` is there."""
+    """A server whose engine is `failing_worker`; its device fails for good once `broken` is there. It has copies of
+    plan and checkpoint of its own."""
+    own = plan_path.parent / "own" / plan_path.name
+    shutil.copytree(plan_path.with_suffix(""), own.with_suffix(""))
+    shutil.copyfile(plan_path, own)
     main = "import gplan.serving.client as c, cli.main as m; c.WORKER = 'tests.serving.failing_worker'; m.main()"
-    return Live(
-        plan_path, program=("-c", main), environment={"GPLAN_TEST_DEVICE_FAILS": str(plan_path.parent / "broken")}
-    )
+    return Live(own, program=("-c", main), environment={"GPLAN_TEST_DEVICE_FAILS": str(plan_path.parent / "broken")})
 
 
 def is_running(pid: int) -> bool:
@@ -117,6 +121,30 @@ def test_an_engine_that_is_killed_turns_health_red_and_ends_the_server(servers: 
     assert live.post("/v1/completions", {**LONG, "stream": False}).status_code == 503
     assert live.process.wait(10) == 128 + signal.SIGKILL
     assert "the engine process was killed by SIGKILL" in live.output
+
+
+def test_a_wall_clock_that_leaps_by_days_changes_nothing(servers: Servers) -> None:
+    live = servers.told_twice
+    body = {**LONG, "stream": False, "max_tokens": 5}
+    asked = [live.post("/v1/completions", body, headers={"X-Request-Timeout": "60"}).json() for _ in range(5)]
+    assert max(answer["created"] for answer in asked) - min(answer["created"] for answer in asked) > 86_400
+    assert all(answer["choices"] == asked[0]["choices"] for answer in asked)
+    late = live.post("/v1/completions", {**body, "n": 100, "max_tokens": 400}, headers={"X-Request-Timeout": "0.5"})
+    assert late.status_code == 504
+    assert live.metric("gplan_e2e_seconds_sum") < 600
+    assert live.metric("gplan_ttft_seconds_sum") >= 0
+
+
+def test_plan_and_checkpoint_may_go_while_they_are_served(servers: Servers, plan_path: Path) -> None:
+    own = plan_path.parent / "own" / plan_path.name
+    own.write_bytes(b"no plan")
+    for file in own.with_suffix("").iterdir():
+        file.write_bytes(file.read_bytes()[:10])
+        file.unlink()
+    body = {**LONG, "stream": False, "max_tokens": 5}
+    asked = (servers.on_failing_device.post("/v1/completions", body) for _ in range(5))
+    answer = next(answer for answer in asked if answer.status_code == 200)
+    assert answer.json()["choices"] == servers.told_twice.post("/v1/completions", body).json()["choices"]
 
 
 def test_memory_that_runs_out_while_serving_fails_no_more_than_it_must(servers: Servers) -> None:
