@@ -344,6 +344,27 @@ def test_identity_changes_with_config_headers_and_contents(single: Path, tmp_pat
     assert _identity(str(folder)).headers_digest != original.headers_digest
 
 
+HEADER_CHANGES = {
+    "shape": lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].reshape(8, -1)}),
+    "dtype": lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].view(torch.int32)}),
+    "name": lambda tensors: tensors.update({"model.norm.weights": tensors.pop("model.norm.weight")}),
+    "size": lambda tensors: tensors.update({"lm_head.bias": torch.zeros(1)}),
+}
+
+
+@pytest.mark.parametrize("change", HEADER_CHANGES)
+def test_identity_changes_with_any_header_though_contents_are_not_hashed(
+    single: Path, tmp_path: Path, change: str
+) -> None:
+    spec, folder = read_spec(str(single), read_headers(str(single))), _copy(single, tmp_path)
+    digests = []
+    for edit in (lambda tensors: None, lambda tensors: None, HEADER_CHANGES[change]):
+        _edit_tensors(folder, edit)
+        digests.append(read_headers(str(folder)).identity(spec).headers_digest)
+    written, again, changed = digests
+    assert written == again != changed
+
+
 def test_parameters_are_counted(single: Path) -> None:
     tensors = load_file(single / "model.safetensors")
     assert _identity(str(single)).num_parameters == sum(tensor.numel() for tensor in tensors.values())
