@@ -4,8 +4,11 @@
 
 The real run goes through the engine loop that `gplan serve` runs, in this process, without HTTP. `throughput_error` is
 simulated over real output tokens a second, less 1; `steps_distance` half the sum of the differences between the shares
-of steps at each phase and size (total variation), `buckets_distance` the same by graph replayed. A CPU that others
-keep busy is not the machine that was planned for: plan, then run this, while it is quiet.
+of steps at each phase and size (total variation), `buckets_distance` the same by graph replayed.
+
+Plans hold medians. On a CPU that others keep busy, steps that are interrupted take many times as long, and serving is
+slowed by them: so `undisturbed_error` compares tokens per second of work, each step taken for the median of those that
+ran from the same bucket. Plan, then run this, while the machine is as quiet as it gets.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import json
 import random
 import statistics
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 from formats.container import read_plan
@@ -52,6 +55,8 @@ class Arrivals:
         self.sizes: Shares = Counter()
         self.buckets: Shares = Counter()
         self.output_tokens, self.seconds = 0, 0.0
+        self._last = 0.0
+        self._gaps: dict[tuple[str, int], list[float]] = defaultdict(list)
 
     def receive(self, wait_ms: int) -> list[ToEngine]:
         if not self._waiting and not self._open and not self._is_over:
@@ -59,6 +64,7 @@ class Arrivals:
             return [Drain()]
         if wait_ms and self._waiting and not self._trace.concurrency:
             time.sleep(max(0.0, min(wait_ms / 1e3, self._waiting[0][1].arrival_s - self._now)))
+            self._last = self._now
         arrived: list[ToEngine] = []
         while self._waiting and self._has_come(self._waiting[0][1].arrival_s):
             index, asked = self._waiting.popleft()
@@ -74,7 +80,10 @@ class Arrivals:
             return
         now, stats = self._now, message.stats
         self.sizes[stats.phase, stats.size] += 1
-        self.buckets[stats.phase, stats.size + stats.padding_rows if stats.key else 0] += 1
+        bucket = stats.phase, stats.size + stats.padding_rows if stats.key else 0
+        self.buckets[bucket] += 1
+        self._gaps[bucket].append(now - self._last)
+        self._last = now
         for output in message.outputs:
             self.output_tokens += len(output.tokens)
             arrived = self._arrived.pop(output.id, None)
@@ -83,6 +92,11 @@ class Arrivals:
             if output.finish_reason:
                 self._open.discard(output.id)
                 self.seconds = now
+
+    @property
+    def undisturbed_s(self) -> float:
+        """Of all steps, each taken for the median of those that ran from its bucket."""
+        return sum(len(gaps) * statistics.median(gaps) for gaps in self._gaps.values())
 
     @property
     def _now(self) -> float:
@@ -108,12 +122,13 @@ def compare(plan: Plan, real: Arrivals, simulated: SimulationReport) -> dict[str
     buckets: Shares = Counter()
     for (phase, size), count in sizes.items():
         buckets[phase, times.phase(Phase(phase)).bucket[size]] += count
-    rate = real.output_tokens / real.seconds
+    rate, undisturbed = real.output_tokens / real.seconds, real.output_tokens / real.undisturbed_s
     ttft = statistics.quantiles(real.ttft_ms, n=100)
     return {
         "real_tokens_per_s": round(rate, 2),
         "simulated_tokens_per_s": round(simulated.output_tokens_per_s, 2),
         "throughput_error": round(simulated.output_tokens_per_s / rate - 1, 4),
+        "undisturbed_error": round(simulated.output_tokens / simulated.busy_s / undisturbed - 1, 4),
         "steps_distance": round(distance(real.sizes, sizes), 4),
         "buckets_distance": round(distance(real.buckets, buckets), 4),
         "steps": [real.sizes.total(), sizes.total()],
