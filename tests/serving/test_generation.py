@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import FinishReason, SamplingParams
-from gplan.serving.generation import Answer, ClientGoneError, Generation, InterruptedAnswerError, Job
+from gplan.serving.generation import (
+    Answer,
+    AnswerGivenUpError,
+    ClientGoneError,
+    Generation,
+    InterruptedAnswerError,
+    Job,
+)
 from gplan.serving.protocol import Output
 from gplan.serving.stopping import StopMatcher
 from gplan.serving.vocabulary import Vocabulary
@@ -212,5 +219,19 @@ def test_what_came_before_the_engine_died_is_read_first() -> None:
         assert delta.text == "dog"
         with pytest.raises(InterruptedAnswerError):
             await generation.read()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_cannot_go_on_says_why_and_its_siblings_are_given_up() -> None:
+    async def run() -> None:
+        hand = Hand()
+        generation = begin(hand, job(), job())
+        first, second = hand.takes
+        hand.interrupts[0]("its grammar: too much")
+        with pytest.raises(AnswerGivenUpError, match="too much") as failure:
+            await generation.read()
+        assert (failure.value.status, failure.value.code) == (500, "answer_failed")
+        assert set(hand.aborted) == {first, second}
 
     asyncio.run(run())
