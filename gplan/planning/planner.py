@@ -33,6 +33,8 @@ from gplan.planning.variants import together, with_pairs
 from gplan.scheduling.times import rows_us
 from gplan.units import format_size
 
+UNTRIED = Rejection(backend="piecewise", reason="not tried: compiling takes minutes; --try-compile measures it")
+
 LADDER_PADDING = {
     "cpu": {Phase.DECODE: 1.0, Phase.PREFILL: 1.0},
     "cuda": {Phase.DECODE: 0.125, Phase.PREFILL: 0.25},
@@ -134,7 +136,10 @@ def _decide(
     else:
         pairs = whole(bench, setup, options, choices)
     setup = with_pairs(setup, pairs, resolved.prefill_slots)
-    return PhaseDecision(setup, (*rejected, *rejections(phase, facts)), eager.times, is_locked, pairs)
+    rejected = (*rejected, *rejections(phase, facts))
+    if phase is Phase.PREFILL and backend != "piecewise" and all(entry.backend != "piecewise" for entry in rejected):
+        rejected = (*rejected, UNTRIED)
+    return PhaseDecision(setup, rejected, eager.times, is_locked, pairs)
 
 
 def _probes(ladder: Sequence[int]) -> tuple[int, ...]:

@@ -75,6 +75,8 @@ def test_a_range_has_its_ends_and_multiples_only(first: int, length: int, step: 
         ("--max-len", "-1"),
         ("--decode-backend", "fastest"),
         ("--dtype", "int8"),
+        ("--decode-variants", "fast"),
+        ("--prefill-slots", "0"),
     ],
 )
 def test_a_wrong_value_is_a_usage_error_before_any_work(flag: str, value: str) -> None:
