@@ -39,6 +39,20 @@ class BatchMaker:
         self._next_page = 1
         return Batch(Phase.DECODE, tuple(self._chunk(row, context, 1, params) for row in range(1, size + 1)))
 
+    def uneven_run(self, size: int, context: int, steps: int) -> list[Batch]:
+        """Decode steps that follow each other, of requests with unlike lengths: at first from `context` cached tokens
+        down to half of it."""
+        self._next_page = 1
+        firsts = [max(1, context - row * context // (2 * size)) for row in range(size)]
+        last = [self._chunk(row + 1, first + steps - 1, 1, GREEDY) for row, first in enumerate(firsts)]
+        return [
+            Batch(
+                Phase.DECODE,
+                tuple(self._earlier(chunk, first + step) for chunk, first in zip(last, firsts, strict=True)),
+            )
+            for step in range(steps)
+        ]
+
     def decode_run(self, size: int, context: int, steps: int, params: SamplingParams = GREEDY) -> list[Batch]:
         """Decode steps that follow each other: `size` requests that add the tokens from position `context` on, each
         with a seed of its own."""

@@ -19,6 +19,10 @@ from gplan.scheduling.times import interpolate, prompt_pairs
 LONGEST_CONTEXT = 4096
 """Tokens before a prompt's chunk that are timed at most."""
 
+RUN = 16
+"""Decode steps that follow each other, with requests of unlike lengths as in serving: sizes are timed with equal ones,
+over and over, which attention may find easier."""
+
 COUNTED_STEPS = 64
 """Decode steps over which the scheduler's own time is averaged."""
 
@@ -44,8 +48,16 @@ def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
             timing = profiler.forward(profiler.batches.decode(size, context))
             timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
             points.append((size * (context - most), timing.median_us - forward_us[size]))
-    beyond, host = _around(profiler, [(size, profiler.batch(Phase.DECODE, size)) for size in {sizes[0], sizes[-1]}])
-    return Costs(context=most, contexts=_ordered(timed), cached_us=slope(points), beyond_us=beyond, host_us=host)
+    cached_us = slope(points)
+    context = max(1, min(most, profiler.limits.max_len - RUN))
+    steps = min(RUN, profiler.limits.max_len - context)
+    around = []
+    for size in sorted({sizes[0], sizes[-1]}):
+        run = profiler.batches.uneven_run(size, context, steps)
+        fewer = size * most - sum(chunk.start for chunk in run[0].chunks)
+        around.append((size, run, forward_us[size] - cached_us * fewer))
+    beyond, host = _around(profiler, around)
+    return Costs(context=most, contexts=_ordered(timed), cached_us=cached_us, beyond_us=beyond, host_us=host)
 
 
 def _contexts(context: int, limits: Limits) -> list[int]:
@@ -74,8 +86,9 @@ def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs
         added = mixed.timing.median_us - interpolate(forward_us, mixed.size) + pair_us * spared
         cached_us = slope([(mixed.decodes * mixed.context, added)])
     one, rows = _largest(forward_us, limits.max_len - 1), _most_requests(profiler)
-    around = [(1, batches.prefill(one)), (rows, batches.ragged(_smallest(forward_us, rows), rows))]
-    beyond, host = _around(profiler, around[:rows])
+    alone, many = batches.prefill(one), batches.ragged(_smallest(forward_us, rows), rows)
+    around = [(n, [batch], profiler.forward(batch).median_us) for n, batch in ((1, alone), (rows, many))[:rows]]
+    beyond, host = _around(profiler, around)
     return Costs(
         context=0, contexts=_ordered(timed), cached_us=cached_us, pair_us=pair_us, beyond_us=beyond, host_us=host
     )
@@ -109,14 +122,20 @@ def _smallest(sizes: Mapping[int, float], bound: int) -> int:
     return min((size for size in sizes if size >= bound), default=max(sizes))
 
 
-def _around(profiler: Profiler, batches: Sequence[tuple[int, Batch]]) -> tuple[tuple[tuple[int, float], ...], float]:
-    """By requests, what steps take beyond their forwards; and what the host does before one, which another may hide."""
+def _around(
+    profiler: Profiler, runs: Sequence[tuple[int, Sequence[Batch], float]]
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """By requests, what steps take beyond their forwards; and what the host does before one, which another may hide.
+
+    Args:
+        runs: requests, steps of so many, and what their forwards take by what is known of sizes and contexts.
+    """
     beyond, idle = {}, []
-    for requests, batch in batches:
-        forward, cadence = profiler.forward(batch).median_us, profiler.cadence_us(batch)
-        beyond[requests] = max(0.0, cadence - forward)
+    for requests, batches, forward_us in runs:
+        cadence = profiler.cadence_us(batches)
+        beyond[requests] = max(0.0, cadence - forward_us)
         if profiler.executor.result_lag:
-            idle.append(max(0.0, profiler.latency_us(batch) - max(cadence, forward)))
+            idle.append(max(0.0, profiler.latency_us(batches[0]) - max(cadence, forward_us)))
     host = (sum(idle) / len(idle) if idle else 0.0) + scheduling_us(profiler.limits)
     return tuple(sorted(beyond.items())), host
 

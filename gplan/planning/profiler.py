@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
@@ -156,14 +157,14 @@ class Profiler:
         return time_call(self.executor.device, lambda: runner.execute(batch, how), self.patience)
 
     @torch.no_grad()
-    def cadence_us(self, batch: Batch) -> float:
-        """Microseconds from one result to the next where steps like `batch` follow each other as they do in serving."""
-        return statistics.median(self._gaps(batch, self.executor.result_lag))
+    def cadence_us(self, batches: Sequence[Batch]) -> float:
+        """Microseconds from one result to the next where steps like these follow each other as they do in serving."""
+        return statistics.median(self._gaps(batches, self.executor.result_lag))
 
     @torch.no_grad()
     def latency_us(self, batch: Batch) -> float:
         """Microseconds from launching a step on an idle device to its result."""
-        return statistics.median(self._gaps(batch, lag=0))
+        return statistics.median(self._gaps([batch], lag=0))
 
     @torch.no_grad()
     def base_and_draw(self, base: ShapeKey, special: ShapeKey) -> tuple[Timing, Timing]:
@@ -210,12 +211,13 @@ class Profiler:
             self.executor.collect(under_way.popleft())
         return (time.perf_counter() - started) * 1e6 / len(run)
 
-    def _gaps(self, batch: Batch, lag: int) -> list[float]:
+    def _gaps(self, batches: Sequence[Batch], lag: int) -> list[float]:
         under_way: deque[Step] = deque()
         results: list[float] = []
+        following = itertools.cycle(batches)
         started = time.perf_counter()
         while len(results) < 2 or not self.patience.is_over(len(results) - 1, time.perf_counter() - started):
-            under_way.append(self.executor.launch(batch))
+            under_way.append(self.executor.launch(next(following)))
             if len(under_way) > lag:
                 self.executor.collect(under_way.popleft())
                 results.append(time.perf_counter())
