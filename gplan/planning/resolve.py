@@ -21,8 +21,9 @@ DEFAULT_CHUNK = {"cpu": 256, "cuda": 2048}
 DEFAULT_MEMORY = {"cpu": "50%", "cuda": "90%"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS: tuple[BackendName, ...] = ("full", "breakable", "piecewise", "eager")
-LEAST_SLOTS, TOKENS_PER_SLOT = 8, 128
-"""Request slots of a prefill graph: one for so many tokens of the chunk, but not fewer than a few."""
+LEAST_SLOTS, MOST_SLOTS, TOKENS_PER_SLOT = 8, 32, 128
+"""Request slots of a prefill graph: one for so many tokens of the chunk, within what is of use and what FlashInfer has
+room for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def _memory(options: PlanOptions, device: torch.device, choices: Choices) -> int
 def _slots(options: PlanOptions, limits: Limits) -> int:
     """Request slots of a prefill graph that holds its attention: the larger the step, the more prompts share it."""
     if options.prefill_slots is None:
-        return min(limits.max_batch, max(LEAST_SLOTS, limits.chunk // TOKENS_PER_SLOT))
+        return min(limits.max_batch, MOST_SLOTS, max(LEAST_SLOTS, limits.chunk // TOKENS_PER_SLOT))
     if not 1 <= options.prefill_slots <= limits.max_batch:
         raise GplanError(
             f"--prefill-slots {options.prefill_slots}: a step has 1 to {limits.max_batch} requests",
