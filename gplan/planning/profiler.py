@@ -32,6 +32,9 @@ FORWARDS_A_TURN = 3
 
 EAGER = Verdict(None, "measured eagerly")
 
+EAGER_PARTS = 3
+"""Eager steps are timed with so small a part of the patience: they are slow, and only large differences count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -40,6 +43,10 @@ class Patience:
     min_runs: int = 3
     max_runs: int = 20
     seconds: float = 0.3
+
+    def divided(self, parts: int) -> Patience:
+        """For figures that less hangs on."""
+        return Patience(self.min_runs, max(self.min_runs, self.max_runs // parts), self.seconds / parts)
 
     def is_over(self, runs: int, seconds: float) -> bool:
         return runs >= self.max_runs or (runs >= self.min_runs and seconds >= self.seconds)
@@ -135,7 +142,7 @@ class Profiler:
 
     def eager(self, phase: Phase, size: int) -> Timing:
         """Times an eager step of `size`, without padding."""
-        return self.forward(self.batch(phase, size), EAGER)
+        return self.forward(self.batch(phase, size), EAGER, self.patience.divided(EAGER_PARTS))
 
     def replay(self, key: ShapeKey) -> Timing:
         """Times a replay of `key`."""
@@ -146,7 +153,7 @@ class Profiler:
         return self.forward(batch, Verdict(key))
 
     @torch.no_grad()
-    def forward(self, batch: Batch, verdict: Verdict | None = None) -> Timing:
+    def forward(self, batch: Batch, verdict: Verdict | None = None, patience: Patience | None = None) -> Timing:
         """Times the forward of a batch: device time, without what samples its tokens.
 
         Args:
@@ -154,7 +161,7 @@ class Profiler:
         """
         runner = self.executor.runner(batch.phase)
         how = verdict or runner.can_run(batch)
-        return time_call(self.executor.device, lambda: runner.execute(batch, how), self.patience)
+        return time_call(self.executor.device, lambda: runner.execute(batch, how), patience or self.patience)
 
     @torch.no_grad()
     def cadence_us(self, batches: Sequence[Batch]) -> float:
