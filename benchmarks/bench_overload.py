@@ -6,7 +6,8 @@ The peak is that of as many clients as the plan has rows, each asking again as s
 open loop: requests arrive at random times at `times` the peak's rate, whatever becomes of those before, half of them
 from one address and the others from three more; all of them read streams, and with `--timeout` give up after so many
 seconds. Cases: `peak` and `overload` with output tokens per second of complete answers (goodput) and the 50th and 99th
-percentiles of milliseconds between tokens; `ratio`, which compares them, with the refusals and the memory taken.
+percentiles of milliseconds between tokens, as clients saw them and, of the 99th, as the server sent them (clients of
+one process read late where that process is busy); `ratio`, which compares them, and the memory taken.
 """
 
 from __future__ import annotations
@@ -140,17 +141,38 @@ class Load:
             at += self._rng.expovariate(rate)
 
 
+def sent_gaps(server: LocalServer) -> dict[float, float]:
+    """Tokens sent so far, by upper bound in seconds of the time since the one before."""
+    name = "gplan_inter_token_seconds"
+    family = next(family for family in server.metrics() if family.name == name)
+    return {float(s.labels["le"]): s.value for s in family.samples if s.name == f"{name}_bucket"}
+
+
+def percentile_ms(before: dict[float, float], after: dict[float, float], share: float) -> float:
+    """Of what was sent between; within a bucket as if evenly spread."""
+    counts = [(bound, after[bound] - before[bound]) for bound in sorted(after)]
+    wanted, lower, below = share * counts[-1][1], 0.0, 0.0
+    for bound, count in counts:
+        if count >= wanted and count > below:
+            return round((lower + (min(bound, 10.0) - lower) * (wanted - below) / (count - below)) * 1e3, 2)
+        lower, below = bound, count
+    return 0.0
+
+
 async def measure(server: LocalServer, plan: Plan, arguments: argparse.Namespace) -> None:
     load = Load(server, plan, server.model_name(), arguments.timeout, arguments.seed)
     rows, warm = plan.limits.max_batch, arguments.seconds / 10
     await load.closed(rows, warm)
+    counts = [sent_gaps(server)]
     peak = await load.closed(rows, arguments.seconds)
     rate = sum(1 for at, _ in peak.ends if at < arguments.seconds) / arguments.seconds
-    at_peak = peak.summary(arguments.seconds, warm)
+    counts.append(sent_gaps(server))
+    at_peak = peak.summary(arguments.seconds, warm) | {"sent_gap_p99_ms": percentile_ms(*counts, 0.99)}
     print(json.dumps({"case": "peak", "requests_per_s": round(rate, 2)} | at_peak), flush=True)
     memory: list[list[float]] = []
     seen = await load.open(arguments.times * rate, arguments.seconds, memory, server)
-    over = seen.summary(arguments.seconds, warm)
+    counts = [counts[-1], sent_gaps(server)]
+    over = seen.summary(arguments.seconds, warm) | {"sent_gap_p99_ms": percentile_ms(*counts, 0.99)}
     print(json.dumps({"case": "overload", "requests_per_s": round(arguments.times * rate, 2)} | over), flush=True)
     third = max(1, len(memory) // 3)
     growth = [round(b - a, 1) for a, b in zip(memory[third], memory[-1], strict=True)]
@@ -158,6 +180,7 @@ async def measure(server: LocalServer, plan: Plan, arguments: argparse.Namespace
         "case": "ratio",
         "goodput": round(over["goodput_per_s"] / at_peak["goodput_per_s"], 3),
         "gap_p99": round(over["gap_p99_ms"] / at_peak["gap_p99_ms"], 3),
+        "sent_gap_p99": round(over["sent_gap_p99_ms"] / at_peak["sent_gap_p99_ms"], 3),
         "resident_mib": [round(value) for value in memory[-1]],
         "growth_mib": growth,
     }

@@ -253,7 +253,7 @@ class Soak:
         return "left"
 
     async def _nonsense(self, question: Question) -> str:
-        bad = self._rng.choice([{"max_tokens": 0}, {"temperature": "x"}, {"stop": [""]}, {"seed": 1.5}, {"zzz": 1}])
+        bad = self._rng.choice([{"max_tokens": -1}, {"temperature": "x"}, {"stop": [""]}, {"seed": 1.5}, {"zzz": 1}])
         response = await self._client.post(question.path, json=question.body | bad)
         if response.status_code not in (400, 429):
             self.tally.note_wrong("nonsense", question, response.text)
