@@ -1,7 +1,7 @@
 """The `gplan` command: what its commands share. Each command is a file of its own; nothing heavy is imported here.
 
 stdout is data, stderr is talk. Exit codes: 0 done, 1 error (or, of `diff`, different), 2 usage, 3 drift, 4 does not
-fit, 5 verification failed, 130 interrupted,
+fit, 5 verification failed, 6 the device failed, 70 the engine failed in a way that nobody foresaw, 130 interrupted,
 141 nobody reads stdout any more.
 """
 
