@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from formats.container import decode, encode
-from formats.plan import Choice, Costs, LedgerRow, Plan, Prediction, SizeTiming, Timing, plan_id
+from formats.plan import Choice, Costs, LedgerRow, Plan, Prediction, SizeTiming, Timing, VariantNote, plan_id
 from tests.formats.plans import make_bucket, make_plan
 from tests.formats.test_validation import put
 
@@ -70,6 +70,7 @@ EVIDENCE: list[tuple[str, Any]] = [
     ("decode.other_sizes", (SizeTiming(size=3, graph=OTHER_TIME),)),
     ("decode.predictions", (Prediction(size=3, predicted_us=1.0, measured_us=2.0),)),
     ("decode.costs", Costs(host_us=1.0)),
+    ("decode.variants", (VariantNote(variant="greedy", sizes=(), reason="saves too little"),)),
     ("kv_bytes_per_page", 1),
     ("ledger", (LedgerRow(name="weights", planned_bytes=1, basis="measured"),)),
     ("choices[0].reason", "otherwise"),

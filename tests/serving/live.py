@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from formats.container import write_plan
+from formats.plan import Costs
 from gplan.graphs.machine import read_fingerprint
 from gplan.models import read_headers, read_spec
 from tests.checkpoints import make_checkpoint
@@ -45,8 +47,9 @@ def make_served(folder: Path) -> Path:
         model=headers.identity(read_spec(checkpoint, headers)),
         dtype="float32",
     )
+    decode = msgspec.structs.replace(plan.decode, costs=Costs(context=MAX_LEN))
     path = folder / f"{MODEL}.gplan"
-    write_plan(plan, path)
+    write_plan(msgspec.structs.replace(plan, decode=decode), path)
     return path
 
 

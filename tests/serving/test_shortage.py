@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch._ops import OpOverload
@@ -25,7 +26,7 @@ from gplan.serving.engine import Engine
 from gplan.serving.protocol import Add, Drain, Failed, Idle
 from gplan.serving.startup import start_executor
 from tests.checkpoints import make_checkpoint
-from tests.formats.plans import make_plan
+from tests.formats.plans import make_ledger, make_plan
 from tests.scheduling.serve import answer, limits
 from tests.serving.test_engine import Arithmetic, Script, add
 
@@ -82,6 +83,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], object]:
         model=headers.identity(read_spec(checkpoint, headers)),
         dtype="float32",
     )
+    # The process of the tests maps more files than a server's does.
+    ledger = make_ledger(plan.limits.memory_bytes, plan.planned_bytes("kv_pool"), non_torch=512 << 20)
+    plan = msgspec.structs.replace(plan, ledger=ledger)
     write_plan(plan, tmp_path_factory.mktemp("plan") / "model.gplan")
     return lambda: start_executor(plan, checkpoint, lambda stage, done, total: None)
 
