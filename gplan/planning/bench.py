@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -111,31 +111,41 @@ class Bench:
         eager: Mapping[Phase, Mapping[int, Timing]],
         known: Measured | None = None,
         *,
-        prove: bool = True,
+        is_final: Callable[[Measured], bool] = lambda measured: True,
     ) -> Measured:
         """Captures both phases as serve will, times every key, and compares it with eager.
 
         Args:
             eager: eager times of each phase, for one that captures nothing.
             known: keys that it holds times of are not timed again.
-            prove: whether to compare with eager; what is served has to be.
+            is_final: whether these graphs, as they turned out, will be served; only then they are compared with eager.
         """
         with self._captured(setups) as (executor, captured):
-            profiler, buckets, receipts = self._profiler(executor), {}, []
+            profiler, buckets = self._profiler(executor), {}
             for index, entry in enumerate(captured):
                 self._progress("measure", index, len(captured))
                 if known is None or entry.key not in known.buckets:
                     buckets[entry.key] = profiler.bucket(entry)
                 else:
                     buckets[entry.key] = _captured_again(known.buckets[entry.key], entry)
-                if prove:
-                    receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
             self._progress("measure", len(captured), len(captured))
             costs = _costs(profiler, buckets, eager) if known is None else known.costs
+            measured = Measured(captured, buckets, costs, ())
+            if is_final(measured):
+                measured = replace(measured, receipts=self._receipts(executor, captured, profiler))
             self._served_peak = profiler.served_peak()
             # Graphs themselves take device memory outside the allocator, so this is read while they are there.
             self._non_torch = executor.device.memory().non_torch
-        return Measured(captured, buckets, costs, tuple(reversed(receipts)))
+        return measured
+
+    def _receipts(self, executor: Executor, captured: Sequence[Captured], profiler: Profiler) -> tuple[Receipt, ...]:
+        """Of each key in ascending order, compared with eager."""
+        receipts = []
+        for index, entry in enumerate(captured):
+            self._progress("prove", index, len(captured))
+            receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
+        self._progress("prove", len(captured), len(captured))
+        return tuple(reversed(receipts))
 
     def sample(self, setup: PhaseSetup, sizes: Sequence[int]) -> tuple[Bucket, ...]:
         """Times a few more sizes of a phase, captured by themselves; ascending."""

@@ -9,7 +9,7 @@ ladder are captured and timed too. What is served is chosen among measured sizes
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from formats.plan import Bucket, Prediction, Regret, Rejection, SizeTiming, Timing, Workload
@@ -23,6 +23,7 @@ from gplan.planning.choices import Choices
 from gplan.planning.curves import Curve, HeldOut, refine
 from gplan.planning.eager import cheaper_eagerly
 from gplan.planning.options import format_buckets
+from gplan.planning.outdone import outdone_sizes
 from gplan.planning.traffic import (
     PhaseFigures,
     Steps,
@@ -111,7 +112,7 @@ def settle(
     """
     if traffic is None and budget_s is None:
         return _default(bench, decisions, choices)
-    measured = _measure(bench, decisions, prove=False)
+    measured = _measure(bench, decisions, is_final=lambda measured: False)
     figures = {phase: _figures(bench, decision, measured) for phase, decision in decisions.items()}
     run = _Run(bench, traffic, budget(bench, measured).num_kv_pages)
     report = run.seen(figures)
@@ -148,16 +149,43 @@ def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
         ladder = [key.size for key in decision.setup.base_keys]
         gaps = Curve(tuple((size, 0.0) for size in ladder)).widest_gaps(count) if ladder else []
         others[phase] = bench.sample(decision.setup, gaps) if gaps else ()
-        if ladder and not decision.is_locked:
-            reason = "the default ladder up to the exact maximum"
-            choices.default(f"{phase}.ladder", format_buckets(tuple(ladder)), reason)
-    measured = _measure(bench, decisions)
+    measured = _measure(bench, decisions, is_final=lambda found: not any(_outdone(bench, decisions, found).values()))
+    outdone = _outdone(bench, decisions, measured)
+    kept = {phase: _without(decision, outdone[phase], bench) for phase, decision in decisions.items()}
+    final = _measure(bench, kept, measured) if any(outdone.values()) else measured
     phases = {}
-    for phase, decision in decisions.items():
-        known = {b.size: b.graph.median_us for key, b in measured.buckets.items() if key.phase is phase and b.graph}
+    for phase, decision in kept.items():
+        ladder = [key.size for key in decision.setup.base_keys]
+        if ladder and not decision.is_locked:
+            choices.default(f"{phase}.ladder", format_buckets(tuple(ladder)), _default_reason(outdone[phase]))
+        bases = [measured.buckets[key] for key in decisions[phase].setup.base_keys]
+        known = {bucket.size: bucket.graph.median_us for bucket in bases if bucket.graph}
         predictions = _predictions(known, decision.setup.max_size, others[phase])
-        phases[phase] = _outcome(decision, others[phase], predictions)
-    return Outcome(phases, measured, Workload(spec="default"), ())
+        phases[phase] = _outcome(decision, [*bases, *others[phase]], predictions)
+    return Outcome(phases, final, Workload(spec="default"), ())
+
+
+def _outdone(bench: Bench, decisions: Decisions, measured: Measured) -> dict[Phase, tuple[int, ...]]:
+    return {
+        phase: () if decision.is_locked else outdone_sizes(figures.buckets, figures.rows_us)
+        for phase, decision in decisions.items()
+        for figures in (_figures(bench, decision, measured),)
+    }
+
+
+def _without(decision: PhaseDecision, sizes: Sequence[int], bench: Bench) -> PhaseDecision:
+    """The decision without buckets of some sizes, and without their variants."""
+    bases = tuple(key for key in decision.setup.base_keys if key.size not in sizes)
+    setup = with_pairs(replace(decision.setup, keys=bases), decision.pairs, bench.resolved.prefill_slots)
+    return replace(decision, setup=setup)
+
+
+def _default_reason(outdone: Sequence[int]) -> str:
+    reason = "the default ladder up to the exact maximum"
+    if outdone:
+        sizes = ", ".join(map(str, outdone))
+        reason += f", without {sizes}: a larger graph takes less time, padding rows included"
+    return reason
 
 
 def _predictions(known: Mapping[int, float], maximum: int, found: Sequence[Bucket]) -> tuple[Prediction, ...]:
@@ -324,10 +352,16 @@ def _reason(solution: Solution, num_measured: int, limit_ms: float | None) -> st
 # Both ---------------------------------------------------------------------------------------------------------------
 
 
-def _measure(bench: Bench, decisions: Decisions, known: Measured | None = None, *, prove: bool = True) -> Measured:
+def _measure(
+    bench: Bench,
+    decisions: Decisions,
+    known: Measured | None = None,
+    *,
+    is_final: Callable[[Measured], bool] = lambda measured: True,
+) -> Measured:
     setups = {phase: decision.setup for phase, decision in decisions.items()}
     eager = {phase: decision.eager for phase, decision in decisions.items()}
-    return bench.measure(setups, eager, known, prove=prove)
+    return bench.measure(setups, eager, known, is_final=is_final)
 
 
 def _figures(bench: Bench, decision: PhaseDecision, measured: Measured) -> PhaseFigures:
