@@ -38,5 +38,6 @@ def test_prompts_that_begin_alike_share_pages_that_hold_their_tokens(tmp_path: P
     assert served.prefixes is not None
     assert served.prefixes.hit_tokens > 1000
     assert check.num_checks == served.steps.total()
-    assert all(step.startswith(("decode:", "prefill:")) for step in served.steps)
+    eager = {step for step in served.steps if not step.startswith(("decode:", "prefill:"))}
+    assert eager <= ({"eager prefill request_slots"} if prefill == "full" else set())
     executor.close()

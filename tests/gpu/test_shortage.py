@@ -52,6 +52,7 @@ def test_memory_that_runs_out_before_ready_names_the_ledger_row(tmp_path: Path, 
         decode_backend="eager",
         prefill_backend="eager",
         dtype="float32",
+        kernels="reference",
     )
     write_plan(plan, tmp_path / "model.gplan")
     command = [sys.executable, "-c", START, str(tmp_path / "model.gplan"), checkpoint, str(mib)]
