@@ -129,11 +129,10 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
 def _measure(checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:
     if checkpoint is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'; or plan anew --from another plan.")
-    problem = tokenizer_problem(checkpoint)
-    if problem is not None:
-        if has_tokenizer(checkpoint):
-            raise problem
+    if not has_tokenizer(checkpoint):
         say("there is no tokenizer in the checkpoint: the plan can be verified and simulated, but not served")
+    elif (problem := tokenizer_problem(checkpoint)) is not None:
+        raise problem
     from gplan.planning.planner import make_plan
 
     with show_progress() as progress:

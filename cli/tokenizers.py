@@ -23,7 +23,11 @@ def tokenizer_problem(checkpoint: str) -> GplanError | None:
 
 
 def has_tokenizer(checkpoint: str) -> bool:
-    """Whether there are files of a tokenizer, usable or not."""
+    """Whether there are files of a tokenizer, usable or not.
+
+    Raises:
+        GplanError: there is no such checkpoint.
+    """
     from gplan.models import locate_checkpoint
     from gplan.models.text_files import VOCABULARIES
 

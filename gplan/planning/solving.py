@@ -149,8 +149,8 @@ def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
         ladder = [key.size for key in decision.setup.base_keys]
         gaps = Curve(tuple((size, 0.0) for size in ladder)).widest_gaps(count) if ladder else []
         others[phase] = bench.sample(decision.setup, gaps) if gaps else ()
-    measured = _measure(bench, decisions, is_final=lambda found: not any(_outdone(bench, decisions, found).values()))
-    outdone = _outdone(bench, decisions, measured)
+    measured = _measure(bench, decisions, is_final=lambda found: not any(_outdone(decisions, found).values()))
+    outdone = _outdone(decisions, measured)
     kept = {phase: _without(decision, outdone[phase], bench) for phase, decision in decisions.items()}
     final = _measure(bench, kept, measured) if any(outdone.values()) else measured
     phases = {}
@@ -165,11 +165,10 @@ def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
     return Outcome(phases, final, Workload(spec="default"), ())
 
 
-def _outdone(bench: Bench, decisions: Decisions, measured: Measured) -> dict[Phase, tuple[int, ...]]:
+def _outdone(decisions: Decisions, measured: Measured) -> dict[Phase, tuple[int, ...]]:
     return {
-        phase: () if decision.is_locked else outdone_sizes(figures.buckets, figures.rows_us)
+        phase: () if decision.is_locked else outdone_sizes([measured.buckets[key] for key in decision.setup.base_keys])
         for phase, decision in decisions.items()
-        for figures in (_figures(bench, decision, measured),)
     }
 
 
@@ -184,7 +183,7 @@ def _default_reason(outdone: Sequence[int]) -> str:
     reason = "the default ladder up to the exact maximum"
     if outdone:
         sizes = ", ".join(map(str, outdone))
-        reason += f", without {sizes}: a larger graph takes less time, padding rows included"
+        reason += f", without {sizes}: a larger graph takes less time"
     return reason
 
 

@@ -13,10 +13,13 @@ from gplan.planning.choices import Choices
 from gplan.planning.options import PlanOptions
 from gplan.planning.resolve import Resolved
 from gplan.planning.rules import Facts, broken_rule, broken_variant_rule
-from gplan.planning.variants import NONE, Pairs, found, together
+from gplan.planning.variants import NONE, Pairs, Saving, found, together
 
 MOST_COMPILED, MOST_COMPILED_BUCKETS = 16, 4
 """Requests of a decode bucket that is compiled, and how many are: compiling each takes up to a minute."""
+
+TRIED_AT_ONCE = {"cpu": 1, "cuda": 4}
+"""Prefill buckets tried with attention inside, before it is asked whether larger ones may pay."""
 
 CUT = ("breakable", "piecewise")
 """Backends of prefill whose attention runs between graphs."""
@@ -75,6 +78,8 @@ def draws(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choice
 
 def whole(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choices) -> Pairs:
     """Prefill graphs that hold their attention, beside graphs cut at it; not tried where the user fixed the backend.
+    What they save is the same at every size, a smaller part of larger ones: where the next few sizes save too little,
+    larger ones are not tried.
 
     Raises:
         UnsupportedError: asked for where a rule forbids them, or nothing is captured.
@@ -88,11 +93,13 @@ def whole(bench: Bench, setup: PhaseSetup, options: PlanOptions, choices: Choice
     if rule is not None or setup.backend not in CUT or resolved.prefill_backend is not None:
         return NONE
     sizes = [key.size for key in setup.base_keys]
-    tried = sizes if resolved.device.type == "cuda" else sorted({sizes[0], sizes[len(sizes) // 2]})
-    savings = bench.savings(Phase.PREFILL, setup.backend, tried, FULL)
-    if any(saving.is_worth_it for saving in savings) and len(tried) < len(sizes):
-        others = [size for size in sizes if size not in tried]
-        savings += bench.savings(Phase.PREFILL, setup.backend, others, FULL)
+    savings: list[Saving] = []
+    at_once = TRIED_AT_ONCE[resolved.device.type]
+    for start in range(0, len(sizes), at_once):
+        few = bench.savings(Phase.PREFILL, setup.backend, sizes[start : start + at_once], FULL)
+        savings += few
+        if not any(saving.is_worth_it for saving in few):
+            break
     return found(FULL, savings, "the forward")
 
 

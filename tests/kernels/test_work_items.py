@@ -67,3 +67,9 @@ def test_a_last_round_that_is_not_full_is_cut() -> None:
     items, _ = shared([1024] * 80, 33)
     assert len(items) > 80
     assert busiest_lane(items, 33) < 2700
+
+
+def test_rows_of_padding_do_not_hide_that_the_last_round_of_real_ones_is_not_full() -> None:
+    items, _ = shared([1024] * 72 + [1] * 48, 33)
+    assert len(items) > 72 + 48
+    assert busiest_lane(items, 33) < 2700

@@ -12,34 +12,24 @@ def _bucket(size: int, us: float, spread_us: float = 0.0) -> Bucket:
     return Bucket(size=size, graph=timing, eager=timing, graph_bytes=0, capture_ms=1.0, num_segments=1)
 
 
-def test_padding_rows_read_nothing_so_a_larger_decode_graph_wins_although_it_was_timed_slower() -> None:
-    ladder = [_bucket(64, 6807.8), _bucket(72, 8116.2), _bucket(120, 9080.8), _bucket(128, 9335.6)]
-    rows = [31.3 * size for size in range(129)]
-    assert outdone_sizes(ladder, rows) == (72,)
-    assert outdone_sizes(ladder, [0.0] * 129) == ()
-
-
 def test_a_larger_prefill_graph_that_ends_on_a_tile_wins() -> None:
     ladder = [_bucket(384, 11200.0), _bucket(448, 15300.0), _bucket(512, 12900.0)]
-    assert outdone_sizes(ladder, [0.0] * 513) == (448,)
+    assert outdone_sizes(ladder) == (448,)
 
 
 def test_what_the_spread_may_explain_is_kept() -> None:
-    assert outdone_sizes([_bucket(1, 105.0), _bucket(2, 100.0)], [0.0] * 3) == (1,)
-    assert outdone_sizes([_bucket(1, 105.0, 3.0), _bucket(2, 100.0, 3.0)], [0.0] * 3) == ()
-    assert outdone_sizes([_bucket(1, 100.5), _bucket(2, 100.0)], [0.0] * 3) == ()
+    assert outdone_sizes([_bucket(1, 105.0), _bucket(2, 100.0)]) == (1,)
+    assert outdone_sizes([_bucket(1, 105.0, 3.0), _bucket(2, 100.0, 3.0)]) == ()
+    assert outdone_sizes([_bucket(1, 100.5), _bucket(2, 100.0)]) == ()
 
 
-@given(st.lists(st.tuples(st.floats(1, 1e5), st.floats(0, 1e3)), min_size=1, max_size=40), st.floats(0, 50))
-def test_the_largest_stays_and_nothing_kept_is_beaten_by_more_than_it_may_be(
-    times: list[tuple[float, float]], row_us: float
-) -> None:
+@given(st.lists(st.tuples(st.floats(1, 1e5), st.floats(0, 1e3)), min_size=1, max_size=40))
+def test_the_largest_stays_and_nothing_kept_is_beaten_by_more_than_it_may_be(times: list[tuple[float, float]]) -> None:
     ladder = [_bucket(size, us, spread) for size, (us, spread) in enumerate(times, start=1)]
-    rows = [row_us * size for size in range(len(times) + 1)]
-    outdone = outdone_sizes(ladder, rows)
+    outdone = outdone_sizes(ladder)
     assert len(times) not in outdone
     kept = [bucket for bucket in ladder if bucket.size not in outdone]
-    net = {b.size: times[b.size - 1][0] - rows[b.size] for b in ladder}
+    net = {b.size: times[b.size - 1][0] for b in ladder}
     for bucket in ladder:
         best = min(net[larger.size] for larger in kept if larger.size >= bucket.size)
         if bucket.size in outdone:

@@ -49,7 +49,11 @@ def work_items(lengths: IntArray, lanes: int) -> tuple[IntArray, IntArray]:
 
 def _time_whole(lengths: IntArray, lanes: int) -> float:
     """Tokens that the busiest lane takes when no context is cut: each round by its longest, or all lanes full but for
-    half of the longest in the last round, whichever is less."""
+    half of the longest in the last round, whichever is less; but at least k + 1 times the (k * lanes + 1)th longest,
+    since so many as long share some lane. Rows of padding fill gaps: a last round of them tells nothing of the others.
+    """
     ordered = np.sort(lengths)[::-1]
-    by_rounds = float(ordered[::lanes].sum())
-    return min(by_rounds, float(ordered.sum()) / lanes + float(ordered[-min(lanes, len(ordered))]) / 2)
+    firsts = ordered[::lanes]
+    by_lanes = float(ordered.sum()) / lanes + float(ordered[-min(lanes, len(ordered))]) / 2
+    least = float((firsts * np.arange(1, len(firsts) + 1)).max())
+    return max(least, min(float(firsts.sum()), by_lanes))
