@@ -58,10 +58,13 @@ def test_every_key_of_every_variant_equals_eager_to_the_bit(special: Executor) -
 
 def requests() -> list[Request]:
     kinds = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 1.2, "top_k": 30, "min_p": 0.02}]
-    return [
-        Request(str(n), 5 + 9 * n, [(7 * n + i) % 256 for i in range(5 + 9 * n)], SamplingParams(max_tokens=40, seed=n, **kind))
-        for n, kind in enumerate(kinds * 2)
-    ]
+    return [_request(number, **kind) for number, kind in enumerate(kinds * 2)]
+
+
+def _request(number: int, **kind: float) -> Request:
+    length = 5 + 9 * number
+    prompt = [(7 * number + at) % 256 for at in range(length)]
+    return Request(str(number), length, prompt, SamplingParams(max_tokens=40, seed=number, **kind))
 
 
 def test_tokens_do_not_depend_on_batch_mates_nor_on_where_they_are_drawn(plain: Executor, special: Executor) -> None:
