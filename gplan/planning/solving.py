@@ -166,7 +166,7 @@ def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
 
 
 def _outdone(bench: Bench, decisions: Decisions, measured: Measured) -> dict[Phase, tuple[int, ...]]:
-    """Sizes that a larger one beats. On a CPU none: its products are cut so finely that only noise makes one seem to."""
+    """Sizes that a larger one beats; on a CPU none: its products are cut so finely that only noise would say so."""
     if bench.resolved.device.type == "cpu":
         return dict.fromkeys(decisions, ())
     return {
