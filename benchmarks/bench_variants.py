@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.checkpoints import CONFIGS, config_of
-from formats.plan import BackendName, Limits, Timing
+from formats.measurements import Timing
+from formats.plan import BackendName, Limits
 from gplan.core import Phase, ShapeKey
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import Captured, ExecutorConfig, attach, capture_all, take_memory

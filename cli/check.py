@@ -12,7 +12,7 @@ from cli.tokenizers import tokenizer_problem
 from cli.views import echo_json
 from formats.container import read_plan
 from formats.drift import Drift
-from formats.plan import plan_id
+from formats.plan_id import plan_id
 
 
 class CheckView(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """What differs between two plans, in three parts: decisions, evidence beyond its spread, machine.
 
-Decisions are what `formats.plan.plan_id` covers. Of the evidence, a time counts as different when its medians lie
+Decisions are what `formats.plan_id` covers. Of the evidence, a time counts as different when its medians lie
 further apart than either spread; capture times and what is computed from times (regrets, reasons) are left out, since
 they have no spread to be compared with. Of the machine, free memory is left out: it is what happened to be free.
 """
@@ -13,7 +13,9 @@ import msgspec
 
 from cli.effects import Effect, effects
 from formats.drift import FINGERPRINT_GRADES
-from formats.plan import LEDGER_ROWS, Bucket, Fingerprint, PhasePlan, Plan, Timing, bucket_key, plan_id
+from formats.measurements import Timing
+from formats.plan import LEDGER_ROWS, Bucket, Fingerprint, PhasePlan, Plan, bucket_key
+from formats.plan_id import plan_id
 from gplan.units import format_size
 
 Value = str | int | float | bool | None

@@ -8,7 +8,8 @@ import msgspec
 from cli.parameters import plan_argument
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.plan import Bucket, PhasePlan, Plan, bucket_key, is_base, plan_id
+from formats.plan import Bucket, PhasePlan, Plan, bucket_key, is_base
+from formats.plan_id import plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import Admission, PhaseSetup

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from cli.drawing import draw_ladder
 from cli.text import columns, count, quantity, section, short
 from cli.views import PlanView
-from formats.plan import Bucket, Costs, Fingerprint, PhasePlan, Plan, Timing
+from formats.measurements import Costs, Timing
+from formats.plan import Bucket, Fingerprint, PhasePlan, Plan
 from gplan.units import format_size
 
 

@@ -14,7 +14,8 @@ import click
 
 from cli.failure import Failure
 from formats.files import write_atomic
-from formats.plan import PhasePlan, Plan, plan_id
+from formats.plan import PhasePlan, Plan
+from formats.plan_id import plan_id
 from gplan.scheduling.times import PhaseTimes, StepTimes
 
 SUFFIXES = {".png": "png", ".html": "svg"}

@@ -12,7 +12,7 @@ from cli.failure import say, say_next
 from cli.parameters import checkpoint_of, plan_argument
 from cli.progress import show_progress
 from formats.container import read_plan
-from formats.plan import plan_id
+from formats.plan_id import plan_id
 
 
 @click.command()

@@ -14,7 +14,8 @@ from cli.plotting import plot_option, write_plot
 from cli.text import columns, count, section, short
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.plan import PhasePlan, Plan, plan_id
+from formats.plan import PhasePlan, Plan
+from formats.plan_id import plan_id
 from formats.workload import read_workload
 from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import Distribution, PhaseReport, SimulationReport

@@ -11,7 +11,8 @@ from cli.progress import show_progress
 from cli.text import columns
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.plan import Receipt, plan_id
+from formats.plan import Receipt
+from formats.plan_id import plan_id
 from gplan.errors import CaptureError, VerificationError
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 import msgspec
 
-from formats.plan import Plan, plan_id
+from formats.plan import Plan
+from formats.plan_id import plan_id
 
 
 class PlanView(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from formats.errors import UnknownFieldError
-from formats.plan import MATCHED_FIELDS, MATCHED_VERSIONS, Fingerprint, ModelIdentity, Plan, matched_part
+from formats.plan import Fingerprint, ModelIdentity, Plan
+from formats.plan_id import MATCHED_FIELDS, MATCHED_VERSIONS, matched_part
 
 Value = str | int
 Part = TypeVar("Part", Fingerprint, ModelIdentity)

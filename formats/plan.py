@@ -1,17 +1,17 @@
 """The plan: everything `gplan plan` decided, and the evidence it decided on.
 
 These structs are the whole of a `.gplan` file. They hold no timestamp, no absolute path and no device serial, so the
-same decisions on the same evidence are the same bytes. This module owns the fields and their consistency; the bytes
-around them belong to `container`, comparison with a machine to `drift`.
+same decisions on the same evidence are the same bytes. This module owns the fields but for what a phase measured
+(`measurements`); the bytes around them belong to `container`, their consistency to `validation`, the id to `plan_id`,
+comparison with a machine to `drift`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
+from formats.measurements import Costs, Prediction, SizeTiming, Timing
+from formats.record import Record
 
 PLAN_FORMAT = 2
 """Version of the fields and of the container. Another version is refused, never migrated."""
@@ -37,11 +37,6 @@ LEDGER_ROWS = (
     "headroom",
 )
 """Every ledger row, in the order in which serve spends them."""
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts: strict on fields. Each part says frozen and kw_only itself: kw_only is not inherited, and mypy
-    wants both."""
 
 
 class TensorHeader(Record, frozen=True, kw_only=True):
@@ -127,14 +122,6 @@ class Limits(Record, frozen=True, kw_only=True):
     prefix_cache: bool = True
 
 
-class Timing(Record, frozen=True, kw_only=True):
-    """Microseconds of one thing, measured `runs` times. `spread_us` is the distance between the quartiles."""
-
-    median_us: float
-    spread_us: float
-    runs: int
-
-
 class Bucket(Record, frozen=True, kw_only=True):
     """One captured size. `eager` is the same padded shape run eagerly. `interpolated`: not measured but read off its
     neighbours."""
@@ -148,53 +135,6 @@ class Bucket(Record, frozen=True, kw_only=True):
     capture_ms: float = 0.0
     num_segments: int = 0
     interpolated: bool = False
-
-
-class SizeTiming(Record, frozen=True, kw_only=True):
-    """Times of a size that is no bucket: measured to choose the ladder, or to know what eager steps take."""
-
-    size: int
-    graph: Timing | None = None
-    eager: Timing | None = None
-
-
-class Prediction(Record, frozen=True, kw_only=True):
-    """A replay of a size that was read off its neighbours before it was measured."""
-
-    size: int
-    predicted_us: float
-    measured_us: float
-
-
-class ContextTiming(Record, frozen=True, kw_only=True):
-    """A step of `size`, of whose requests `decodes` decode after `context` cached tokens each; without any, it is one
-    prompt's after `context` of its tokens."""
-
-    size: int
-    decodes: int
-    context: int
-    timing: Timing
-
-
-class Costs(Record, frozen=True, kw_only=True):
-    """What a step of a phase takes beside what its size says.
-
-    Attributes:
-        context: cached tokens of each request when sizes were timed.
-        contexts: steps timed at other contexts, from which the two figures below come.
-        cached_us: per cached token that a request which decodes reads.
-        pair_us: per prompt token and token before it, cached or in the same step: what attention compares.
-        beyond_us: (requests, microseconds) ascending: what a step takes beyond its forward (sampling, and what the host
-            does while the device waits) as steps follow each other.
-        host_us: what the host does from a result to the next step's start; hidden where a step runs meanwhile.
-    """
-
-    context: int = 0
-    contexts: tuple[ContextTiming, ...] = ()
-    cached_us: float = 0.0
-    pair_us: float = 0.0
-    beyond_us: tuple[tuple[int, float], ...] = ()
-    host_us: float = 0.0
 
 
 class VariantNote(Record, frozen=True, kw_only=True):
@@ -342,17 +282,6 @@ class Plan(Record, frozen=True, kw_only=True):
         return next(entry.planned_bytes for entry in self.ledger if entry.name == row)
 
 
-MATCHED_FIELDS = ("device", "device_name", "capability", "tp_size", "prefill_kernel")
-MATCHED_VERSIONS = ("torch", "cuda", "kernels_version")
-"""What of a fingerprint must be the same for a plan to hold; of versions, major and minor."""
-
-
-def matched_part(machine: Fingerprint) -> dict[str, str | int]:
-    """What of a machine must be the same where the plan is served, by field; versions are cut to major and minor."""
-    exact = {name: getattr(machine, name) for name in MATCHED_FIELDS}
-    return exact | {name: _major_minor(getattr(machine, name)) for name in MATCHED_VERSIONS}
-
-
 def is_base(variant: str) -> bool:
     """Whether keys of a variant take every batch of their size."""
     return variant in BASE_VARIANTS
@@ -364,50 +293,3 @@ def bucket_key(phase: str, bucket: Bucket) -> str:
     if bucket.width != 1:
         text += f"x{bucket.width}"
     return f"{text}:{bucket.variant}" if bucket.variant else text
-
-
-def plan_id(plan: Plan) -> str:
-    """Names the decisions of a plan, as in `7k3m-x9qd-2f4h`: 60 bits of a sha256 in base 32 without i, l, o and u.
-
-    Covers what serve acts on; not where the checkpoint lay, nor evidence: timings, ledger bytes other than the KV
-    pool's pages, rejected backends, regrets, receipts, workload, reasons.
-    """
-    digest = hashlib.sha256(msgspec.json.encode(_decisions(plan), order="deterministic")).digest()
-    number = int.from_bytes(digest[:8], "big") >> 4
-    digits = [_BASE32[number >> shift & 31] for shift in range(55, -5, -5)]
-    return "-".join("".join(digits[start : start + 4]) for start in (0, 4, 8))
-
-
-_BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
-
-
-def _decisions(plan: Plan) -> dict[str, Any]:
-    model = msgspec.structs.asdict(plan.model)
-    del model["source"]
-    return {
-        "format": PLAN_FORMAT,
-        "model": model,
-        "machine": matched_part(plan.fingerprint),
-        "kernels": plan.kernels,
-        "dtype": plan.dtype,
-        "limits": msgspec.structs.asdict(plan.limits),
-        "num_kv_pages": plan.num_kv_pages,
-        "phases": [_phase_decisions(phase) for phase in (plan.decode, plan.prefill)],
-        "locks": sorted((choice.field, choice.value) for choice in plan.choices if choice.basis == "locked"),
-    }
-
-
-def _phase_decisions(phase: PhasePlan) -> dict[str, Any]:
-    return {
-        "backend": phase.backend,
-        "ladder": [(bucket.size, bucket.width, bucket.variant) for bucket in phase.ladder],
-        "request_slots": phase.request_slots,
-        "padding_cap": None if phase.padding_cap is None else phase.padding_cap + 0.0,
-        "eager_sizes": phase.eager_sizes,
-    }
-
-
-def _major_minor(version: str) -> str:
-    """`2.13` of `2.13.0+cpu`; a version in another form is taken whole."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return f"{match[1]}.{match[2]}" if match else version

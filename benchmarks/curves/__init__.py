@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from formats.container import read_plan
-from formats.plan import Bucket, Costs, Limits, PhasePlan, Plan, Timing
+from formats.measurements import Costs, Timing
+from formats.plan import Bucket, Limits, PhasePlan, Plan
 from gplan.core import Phase, ShapeKey
 from gplan.graphs.admission import PhaseSetup
 from gplan.planning.traffic import PhaseFigures

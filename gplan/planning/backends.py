@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from formats.plan import BackendName, Rejection, Timing
+from formats.measurements import Timing
+from formats.plan import BackendName, Rejection
 
 DRAW = 0.03
 """Backends whose times differ by no more than this part are taken for equal."""

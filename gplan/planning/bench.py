@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from formats.plan import DRAW_VARIANTS, BackendName, Bucket, Costs, Receipt, Timing, is_base
+from formats.measurements import Costs, Timing
+from formats.plan import DRAW_VARIANTS, BackendName, Bucket, Receipt, is_base
 from gplan.core import Phase, ShapeKey
 from gplan.errors import FitError
 from gplan.graphs.admission import PhaseSetup

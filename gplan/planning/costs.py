@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from formats.plan import ContextTiming, Costs, Limits
+from formats.measurements import ContextTiming, Costs
+from formats.plan import Limits
 from gplan.core import Batch, Phase, Request, SamplingParams
 from gplan.planning.profiler import Profiler
 from gplan.scheduling.scheduler import Scheduler

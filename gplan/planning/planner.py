@@ -2,7 +2,7 @@
 
 The order is that of serving: weights, workspace, static buffers, KV pool; then everything runs once, so that first
 calls are not booked as memory or time; then activation peaks and backends; then the candidate ladders are captured and
-timed, traffic is run through the serving scheduler on those times, and ladders are solved for it (`solving`); last, the
+timed and, where traffic or a budget is given, ladders are solved for it (`solving`, else `without_traffic`); last, the
 graphs that will be served are captured as serve will capture them, weighed and checked.
 """
 
@@ -20,16 +20,18 @@ from gplan.models.token_counts import token_counter
 from gplan.planning.backends import choose_backend
 from gplan.planning.bench import Bench
 from gplan.planning.choices import Choices
+from gplan.planning.decisions import Outcome, PhaseDecision, PhaseOutcome, budget
 from gplan.planning.eager import cheaper_eagerly
 from gplan.planning.ladders import check_sizes, default_ladder, largest_size
 from gplan.planning.options import PlanOptions, Progress, format_buckets
 from gplan.planning.profiler import Patience
 from gplan.planning.resolve import Resolved, resolve
 from gplan.planning.rules import candidates, rejections
-from gplan.planning.solving import Outcome, PhaseDecision, PhaseOutcome, budget, settle
+from gplan.planning.solving import solve_ladders
 from gplan.planning.traffic import read_traffic
 from gplan.planning.trying import compiled, draws, facts_of, whole
 from gplan.planning.variants import together, with_pairs
+from gplan.planning.without_traffic import keep_default_ladders
 from gplan.scheduling.times import rows_us
 from gplan.units import format_size
 
@@ -65,7 +67,10 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
     bench = Bench(resolved, patience or Patience(), progress)
     locked = {Phase.DECODE: options.decode_buckets is not None, Phase.PREFILL: options.prefill_buckets is not None}
     decisions = {phase: _decide(bench, phase, ladders[phase], locked[phase], options, choices) for phase in Phase}
-    outcome = settle(bench, decisions, traffic, options.startup_budget_s, choices)
+    if traffic is None and options.startup_budget_s is None:
+        outcome = keep_default_ladders(bench, decisions, choices)
+    else:
+        outcome = solve_ladders(bench, decisions, traffic, options.startup_budget_s, choices)
     memory = budget(bench, outcome.measured)
     page = format_size(bench.layout.bytes_per_page)
     choices.measured("num_kv_pages", memory.num_kv_pages, f"what the ledger leaves, at {page} a page")

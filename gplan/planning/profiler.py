@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import torch
 
-from formats.plan import Bucket, Timing
+from formats.measurements import Timing
+from formats.plan import Bucket
 from gplan.core import Batch, Phase, ShapeKey
 from gplan.graphs.admission import Verdict
 from gplan.graphs.assembly import Captured

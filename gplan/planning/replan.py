@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from formats.plan import DRAW_VARIANTS, Bucket, Choice, PhasePlan, Plan, Regret, bucket_key, is_base, plan_id
+from formats.plan import DRAW_VARIANTS, Bucket, Choice, PhasePlan, Plan, Regret, bucket_key, is_base
+from formats.plan_id import plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.graphs.admission import PhaseSetup

@@ -1,29 +1,37 @@
 """Which sizes are captured: measures candidates, solves for the traffic, measures again where a guess could decide.
 
-Without traffic or a budget the default ladder is kept, and a few sizes beside it show how well times between its
-buckets are known. With them, the default ladder is where measuring begins: the traffic is run on its times, ladders are
-solved for with times of all other sizes read off the measured ones, and sizes whose uncertainty could change the
-ladder are captured and timed too. What is served is chosen among measured sizes only.
+The default ladder is where measuring begins: the traffic is run on its times, ladders are solved for with times of all
+other sizes read off the measured ones, and sizes whose uncertainty could change the ladder are captured and timed too.
+What is served is chosen among measured sizes only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from formats.plan import Bucket, Prediction, Regret, Rejection, SizeTiming, Timing, Workload
+from formats.measurements import Prediction
+from formats.plan import Bucket, Regret, Workload
 from gplan.core import Phase, ShapeKey
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.variants import COMPILED, with_part
 from gplan.planning.bench import Bench, Measured
 from gplan.planning.buckets import Solution, candidate_sizes
-from gplan.planning.budget import Budget, fill_ledger
 from gplan.planning.choices import Choices
 from gplan.planning.curves import Curve, HeldOut, refine
-from gplan.planning.eager import cheaper_eagerly
+from gplan.planning.decisions import (
+    Decisions,
+    Figures,
+    Outcome,
+    PhaseDecision,
+    budget,
+    figures_of,
+    measure,
+    outcome_of,
+    served,
+)
 from gplan.planning.options import format_buckets
-from gplan.planning.outdone import outdone_sizes
 from gplan.planning.traffic import (
     PhaseFigures,
     Steps,
@@ -32,7 +40,6 @@ from gplan.planning.traffic import (
     byte_price,
     even_steps,
     noise_of,
-    other_sizes,
     problem_of,
     regrets,
     run_traffic,
@@ -40,7 +47,6 @@ from gplan.planning.traffic import (
     workload_of,
 )
 from gplan.planning.variants import (
-    NONE,
     Candidate,
     Pairs,
     restricted,
@@ -51,9 +57,6 @@ from gplan.planning.variants import (
 )
 from gplan.scheduling.report import SimulationReport
 
-HELD_OUT_SIZES = {"cpu": 1, "cuda": 2}
-"""Sizes of a phase beside the default ladder that are timed to see how well they were foretold."""
-
 MORE_SIZES = {"cpu": 4, "cuda": 12}
 """Sizes of a phase that are timed at most because they could change its ladder. On a CPU each takes seconds."""
 
@@ -61,59 +64,17 @@ TOLERANCE = 0.01
 """Of step time: what another ladder may be better by without being looked for; twice the noise where that is more."""
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseDecision:
-    """How a phase will run, and the backends that it will not.
-
-    Attributes:
-        eager: eager times at the sizes where backends were compared.
-        is_locked: the user fixed the ladder.
-        pairs: variants of buckets, and what they save.
-    """
-
-    setup: PhaseSetup
-    rejected: tuple[Rejection, ...]
-    eager: Mapping[int, Timing]
-    is_locked: bool
-    pairs: Pairs = NONE
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseOutcome:
-    """What was decided of a phase, and times that its ladder does not hold."""
-
-    decision: PhaseDecision
-    other_sizes: tuple[SizeTiming, ...]
-    predictions: tuple[Prediction, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the graphs to be served are, and the traffic they were chosen for."""
-
-    phases: Mapping[Phase, PhaseOutcome]
-    measured: Measured
-    workload: Workload
-    regrets: tuple[Regret, ...]
-
-
-Decisions = Mapping[Phase, PhaseDecision]
-Figures = Mapping[Phase, PhaseFigures]
-
-
-def settle(
+def solve_ladders(
     bench: Bench, decisions: Decisions, traffic: Traffic | None, budget_s: float | None, choices: Choices
 ) -> Outcome:
-    """Measures the candidates and, where traffic or a budget was given, solves for it.
+    """Measures the candidates and solves for the traffic; without any, every size is as likely.
 
     Raises:
         GplanError: the largest bucket alone takes longer to capture than the budget allows.
         VerificationError: a captured graph did not equal eager execution.
     """
-    if traffic is None and budget_s is None:
-        return _default(bench, decisions, choices)
-    measured = _measure(bench, decisions, is_final=lambda measured: False)
-    figures = {phase: _figures(bench, decision, measured) for phase, decision in decisions.items()}
+    measured = measure(bench, decisions, is_final=lambda measured: False)
+    figures = {phase: figures_of(bench, decision, measured) for phase, decision in decisions.items()}
     run = _Run(bench, traffic, budget(bench, measured).num_kv_pages)
     report = run.seen(figures)
     steps = {phase: _steps(report, phase, figures[phase]) for phase in Phase}
@@ -129,79 +90,10 @@ def settle(
         solved[phase] = _solved(decision, figures[phase], measured, terms, bench.resolved.prefill_slots, choices)
     buckets = {**measured.buckets, **{key: bucket for f in figures.values() for key, bucket in _by_key(f)}}
     known = Measured((), buckets, measured.costs, ())
-    final = _measure(bench, solved, known)
-    judged = {phase: replace(figures[phase], setup=_served(figures[phase], solved[phase], final)) for phase in Phase}
-    phases = {phase: _outcome(solved[phase], figures[phase].buckets, predictions[phase]) for phase in Phase}
+    final = measure(bench, solved, known)
+    judged = {phase: replace(figures[phase], setup=served(figures[phase], solved[phase], final)) for phase in Phase}
+    phases = {phase: outcome_of(solved[phase], figures[phase].buckets, predictions[phase]) for phase in Phase}
     return Outcome(phases, final, *run.evidence(judged))
-
-
-def budget(bench: Bench, measured: Measured) -> Budget:
-    return fill_ledger(bench.resolved.limits.memory_bytes, bench.needs(measured), bench.layout, bench.resolved.limits)
-
-
-# Without traffic ----------------------------------------------------------------------------------------------------
-
-
-def _default(bench: Bench, decisions: Decisions, choices: Choices) -> Outcome:
-    count = HELD_OUT_SIZES[bench.resolved.device.type]
-    others: dict[Phase, tuple[Bucket, ...]] = {}
-    for phase, decision in decisions.items():
-        ladder = [key.size for key in decision.setup.base_keys]
-        gaps = Curve(tuple((size, 0.0) for size in ladder)).widest_gaps(count) if ladder else []
-        others[phase] = bench.sample(decision.setup, gaps) if gaps else ()
-    measured = _measure(bench, decisions, is_final=lambda found: not any(_outdone(bench, decisions, found).values()))
-    outdone = _outdone(bench, decisions, measured)
-    kept = {phase: _without(decision, outdone[phase], bench) for phase, decision in decisions.items()}
-    final = _measure(bench, kept, measured) if any(outdone.values()) else measured
-    phases = {}
-    for phase, decision in kept.items():
-        ladder = [key.size for key in decision.setup.base_keys]
-        if ladder and not decision.is_locked:
-            choices.default(f"{phase}.ladder", format_buckets(tuple(ladder)), _default_reason(outdone[phase]))
-        bases = [measured.buckets[key] for key in decisions[phase].setup.base_keys]
-        known = {bucket.size: bucket.graph.median_us for bucket in bases if bucket.graph}
-        predictions = _predictions(known, decision.setup.max_size, others[phase])
-        phases[phase] = _outcome(decision, [*bases, *others[phase]], predictions)
-    return Outcome(phases, final, Workload(spec="default"), ())
-
-
-def _outdone(bench: Bench, decisions: Decisions, measured: Measured) -> dict[Phase, tuple[int, ...]]:
-    """Sizes that a larger one beats; on a CPU none: its products are cut so finely that only noise would say so."""
-    if bench.resolved.device.type == "cpu":
-        return dict.fromkeys(decisions, ())
-    return {
-        phase: () if decision.is_locked else outdone_sizes([measured.buckets[key] for key in decision.setup.base_keys])
-        for phase, decision in decisions.items()
-    }
-
-
-def _without(decision: PhaseDecision, sizes: Sequence[int], bench: Bench) -> PhaseDecision:
-    """The decision without buckets of some sizes, and without their variants."""
-    bases = tuple(key for key in decision.setup.base_keys if key.size not in sizes)
-    setup = with_pairs(replace(decision.setup, keys=bases), decision.pairs, bench.resolved.prefill_slots)
-    return replace(decision, setup=setup)
-
-
-def _default_reason(outdone: Sequence[int]) -> str:
-    reason = "the default ladder up to the exact maximum"
-    if outdone:
-        sizes = ", ".join(map(str, outdone))
-        reason += f", without {sizes}: a larger graph takes less time"
-    return reason
-
-
-def _predictions(known: Mapping[int, float], maximum: int, found: Sequence[Bucket]) -> tuple[Prediction, ...]:
-    if not found:
-        return ()
-    line = Curve(tuple(sorted(known.items()))).over(maximum)
-    return tuple(
-        Prediction(size=bucket.size, predicted_us=float(line[bucket.size]), measured_us=bucket.graph.median_us)
-        for bucket in found
-        if bucket.graph is not None
-    )
-
-
-# With traffic -------------------------------------------------------------------------------------------------------
 
 
 class _Run:
@@ -351,40 +243,5 @@ def _reason(solution: Solution, num_measured: int, limit_ms: float | None) -> st
     return reason
 
 
-# Both ---------------------------------------------------------------------------------------------------------------
-
-
-def _measure(
-    bench: Bench,
-    decisions: Decisions,
-    known: Measured | None = None,
-    *,
-    is_final: Callable[[Measured], bool] = lambda measured: True,
-) -> Measured:
-    setups = {phase: decision.setup for phase, decision in decisions.items()}
-    eager = {phase: decision.eager for phase, decision in decisions.items()}
-    return bench.measure(setups, eager, known, is_final=is_final)
-
-
-def _figures(bench: Bench, decision: PhaseDecision, measured: Measured) -> PhaseFigures:
-    setup, costs = decision.setup, measured.costs[decision.setup.phase]
-    buckets = tuple(measured.buckets[key] for key in setup.base_keys)
-    eager = {size: timing.median_us for size, timing in decision.eager.items()}
-    figures = PhaseFigures(setup, buckets, eager, costs, bench.resolved.limits)
-    return replace(figures, setup=_served(figures, decision, measured))
-
-
-def _served(figures: PhaseFigures, decision: PhaseDecision, measured: Measured) -> PhaseSetup:
-    """The setup with the sizes that its ladder leaves to eager execution."""
-    ladder = [measured.buckets[key] for key in decision.setup.base_keys]
-    return replace(decision.setup, eager_sizes=cheaper_eagerly(ladder, figures.eager_us, figures.rows_us))
-
-
 def _by_key(figures: PhaseFigures) -> list[tuple[ShapeKey, Bucket]]:
     return [(ShapeKey(figures.setup.phase, b.size, b.width, b.variant), b) for b in figures.buckets]
-
-
-def _outcome(decision: PhaseDecision, buckets: Sequence[Bucket], predictions: tuple[Prediction, ...]) -> PhaseOutcome:
-    compared = [SizeTiming(size=size, eager=timing) for size, timing in decision.eager.items()]
-    ladder = [key.size for key in decision.setup.base_keys]
-    return PhaseOutcome(decision, other_sizes(buckets, ladder, compared), predictions)

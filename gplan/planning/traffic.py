@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from formats.plan import Bucket, Costs, Limits, Regret, SizeTiming, Workload
+from formats.measurements import Costs, SizeTiming
+from formats.plan import Bucket, Limits, Regret, Workload
 from formats.trace import Trace
 from formats.trace_readers import CountTokens
 from formats.workload import is_stated, read_workload

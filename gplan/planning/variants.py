@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from formats.plan import Timing, VariantNote
+from formats.measurements import Timing
+from formats.plan import VariantNote
 from gplan.core import Phase, ShapeKey
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.variants import COMPILED, FULL, with_part

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from formats.plan import PhaseName, Record
+from formats.plan import PhaseName
+from formats.record import Record
 
 
 class Distribution(Record, frozen=True):

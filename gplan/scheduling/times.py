@@ -14,7 +14,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from formats.plan import Costs, Limits, PhasePlan, Plan
+from formats.measurements import Costs
+from formats.plan import Limits, PhasePlan, Plan
 from gplan.core import Phase
 from gplan.errors import GplanError
 

@@ -23,7 +23,8 @@ from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from formats.plan import PhasePlan, Plan, Timing, bucket_key
+from formats.measurements import Timing
+from formats.plan import PhasePlan, Plan, bucket_key
 from gplan.serving.protocol import LedgerActual, StepStats
 
 log = logging.getLogger("gplan.drift")

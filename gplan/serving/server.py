@@ -16,7 +16,8 @@ from typing import Any, TypeVar, cast
 import uvicorn
 
 from formats.container import encode
-from formats.plan import Plan, plan_id
+from formats.plan import Plan
+from formats.plan_id import plan_id
 from gplan.errors import GplanError
 from gplan.serving.client import EngineClient
 from gplan.serving.http.app import make_app

@@ -10,7 +10,9 @@ import pytest
 from cli.comparison import Comparison, beyond_spread, compare
 from cli.effects import Effect
 from formats.container import write_plan
-from formats.plan import Choice, Plan, Receipt, SizeTiming, Timing, Workload, plan_id
+from formats.measurements import SizeTiming, Timing
+from formats.plan import Choice, Plan, Receipt, Workload
+from formats.plan_id import plan_id
 from tests.cli.command import gplan
 from tests.formats.plans import CPU, make_bucket, make_phase, make_plan
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from cli.main import cli
 from formats.container import read_plan
-from formats.plan import plan_id
+from formats.plan_id import plan_id
 from tests.checkpoints import make_checkpoint
 from tests.cli.command import gplan
 

@@ -12,7 +12,8 @@ from cli.drawing import draw_ladder
 from cli.page import plan_page
 from cli.views import PlanView, view_plan
 from formats.container import write_plan
-from formats.plan import Receipt, Workload, plan_id
+from formats.plan import Receipt, Workload
+from formats.plan_id import plan_id
 from gplan.units import format_size
 from tests.cli.command import gplan
 from tests.formats.plans import CUDA, make_bucket, make_phase, make_plan

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from cli.main import cli
 from cli.simulate import SimulationView
 from formats.container import write_plan
-from formats.plan import plan_id
+from formats.plan_id import plan_id
 from tests.checkpoints import make_checkpoint
 from tests.formats.plans import make_plan
 

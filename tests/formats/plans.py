@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from formats.measurements import Timing
 from formats.plan import (
     LEDGER_ROWS,
     BackendName,
@@ -23,7 +24,6 @@ from formats.plan import (
     Receipt,
     Regret,
     Rejection,
-    Timing,
     Workload,
 )
 

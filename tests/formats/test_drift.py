@@ -19,7 +19,8 @@ from formats.drift import (
     refusals,
 )
 from formats.errors import UnknownFieldError
-from formats.plan import Fingerprint, ModelIdentity, Plan, plan_id
+from formats.plan import Fingerprint, ModelIdentity, Plan
+from formats.plan_id import plan_id
 from tests.formats.plans import CPU, CUDA, MODEL, make_plan
 
 MUST, LEAST, ADVICE = Grade.MUST_MATCH, Grade.AT_LEAST, Grade.ADVISORY

@@ -13,17 +13,18 @@ import pytest
 import zstandard
 
 import formats
-from formats import container, plan
+from formats import container, measurements, plan
 from formats.container import decode, encode
 from formats.drift import FINGERPRINT_GRADES, NEVER_ACCEPTED, Grade
-from formats.plan import plan_id
+from formats.plan_id import plan_id
+from formats.record import Record
 from tests.formats.plans import CUDA, make_plan
 
 PAGE = (Path(formats.__path__[0]) / "GPLAN.md").read_text()
 PARTS = [
     part
-    for part in vars(plan).values()
-    if isinstance(part, type) and issubclass(part, plan.Record) and part not in (plan.Record, plan.TensorHeader)
+    for part in {**vars(measurements), **vars(plan)}.values()
+    if isinstance(part, type) and issubclass(part, Record) and part not in (Record, plan.TensorHeader)
 ]
 
 

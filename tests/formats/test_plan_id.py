@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from formats.container import decode, encode
-from formats.plan import Choice, Costs, LedgerRow, Plan, Prediction, SizeTiming, Timing, VariantNote, plan_id
+from formats.measurements import Costs, Prediction, SizeTiming, Timing
+from formats.plan import Choice, LedgerRow, Plan, VariantNote
+from formats.plan_id import plan_id
 from tests.formats.plans import make_bucket, make_plan
 from tests.formats.test_validation import put
 

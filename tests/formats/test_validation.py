@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from formats.container import encode
 from formats.errors import InconsistentError
-from formats.plan import LEDGER_ROWS, Choice, Plan, Receipt, Regret, Rejection, Timing, bucket_key
+from formats.measurements import Timing
+from formats.plan import LEDGER_ROWS, Choice, Plan, Receipt, Regret, Rejection, bucket_key
 from formats.validation import problems, validate
 from gplan.core import Phase, ShapeKey
 from tests.formats.plans import CPU, CUDA, make_bucket, make_ledger, make_phase, make_plan

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.plan import LEDGER_ROWS, Bucket, Limits, Timing
+from formats.measurements import Timing
+from formats.plan import LEDGER_ROWS, Bucket, Limits
 from gplan.errors import FitError
 from gplan.memory.kv_pool import KVLayout
 from gplan.planning.backends import Trial, choose_backend

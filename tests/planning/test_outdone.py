@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.plan import Bucket, Timing
+from formats.measurements import Timing
+from formats.plan import Bucket
 from gplan.planning.outdone import LEAST_GAIN, outdone_sizes
 
 

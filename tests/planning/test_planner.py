@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from formats.container import decode, encode
-from formats.plan import Plan, plan_id
+from formats.plan import Plan
+from formats.plan_id import plan_id
 from gplan.errors import FitError, GplanError, UnsupportedError
 from gplan.planning.options import PlanOptions
 from gplan.planning.planner import make_plan

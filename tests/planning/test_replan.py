@@ -9,7 +9,8 @@ import pytest
 
 from cli.comparison import compare
 from formats.container import decode, encode, write_plan
-from formats.plan import Choice, Plan, bucket_key, plan_id
+from formats.plan import Choice, Plan, bucket_key
+from formats.plan_id import plan_id
 from gplan.errors import GplanError
 from gplan.planning.options import PlanOptions, format_buckets
 from gplan.planning.replan import replan

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.container import decode, encode
-from formats.plan import Bucket, Plan, Timing, bucket_key
+from formats.measurements import Timing
+from formats.plan import Bucket, Plan, bucket_key
 from gplan.core import Phase, ShapeKey
 from gplan.errors import GplanError, UnsupportedError
 from gplan.graphs.admission import PhaseSetup

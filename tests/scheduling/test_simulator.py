@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from formats.plan import Costs
+from formats.measurements import Costs
 from formats.trace import Trace, TraceRequest
 from gplan.core import Batch, Phase, Request, SamplingParams
 from gplan.errors import GplanError

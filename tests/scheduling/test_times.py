@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from formats.plan import Bucket, Costs, Limits, PhasePlan, SizeTiming, Timing
+from formats.measurements import Costs, SizeTiming, Timing
+from formats.plan import Bucket, Limits, PhasePlan
 from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.scheduling.times import interpolate, phase_times, prompt_pairs, rows_us, times_of_phase

@@ -23,7 +23,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from formats.container import write_plan
-from formats.plan import Costs
+from formats.measurements import Costs
 from gplan.graphs.machine import read_fingerprint
 from gplan.models import read_headers, read_spec
 from tests.checkpoints import make_checkpoint

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from formats.plan import Costs, Plan, Workload
+from formats.measurements import Costs
+from formats.plan import Plan, Workload
 from gplan.graphs.capture.base import DeviceMemory
 from gplan.memory.ledger import LedgerEntry
 from gplan.serving.drift_watch import FADE_STEPS, MAX_DISTANCE, MIN_STEPS, QUIET_S, WINDOW, DriftWatch
