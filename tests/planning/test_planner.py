@@ -74,7 +74,9 @@ def test_what_steps_take_beside_their_size_is_measured(plan: Plan) -> None:
 
 def test_times_between_buckets_are_foretold_and_measured(plan: Plan) -> None:
     for phase in (plan.decode, plan.prefill):
-        assert [entry.size for entry in phase.other_sizes if entry.graph] == [p.size for p in phase.predictions]
+        replayed = {entry.size for entry in phase.other_sizes if entry.graph}
+        assert replayed >= {prediction.size for prediction in phase.predictions}, "and buckets that were dropped"
+        assert phase.predictions
         assert all(prediction.measured_us > 0 for prediction in phase.predictions)
         assert set(phase.graph_us) > {bucket.size for bucket in phase.ladder}
 
