@@ -1,5 +1,5 @@
-"""What is decided of each phase while a plan is made, and what every way of deciding does: measure what was decided, and
-read off the measurements what a step takes."""
+"""What is decided of each phase while a plan is made, and what every way of deciding does: measures what was decided,
+and reads off the measurements what a step takes."""
 
 from __future__ import annotations
 
