@@ -20,7 +20,6 @@ class Entry:
         base: while it decodes: its cached tokens are `base` plus the group's step count.
         charge: tokens that its client was charged for it; 0 until it is first let in.
         run: the last run of the prefix cache that it uses, which ends at page `shared` of the request.
-        duplicates: pages before `shared` that are its own: the cache knew their tokens by other pages.
         in_use: version of the prefix cache, and how many pages that are in use it could share then.
     """
 
@@ -28,7 +27,6 @@ class Entry:
         "base",
         "capacity",
         "charge",
-        "duplicates",
         "end",
         "grows",
         "in_use",
@@ -49,7 +47,6 @@ class Entry:
         self.charge = 0
         self.run: Run | None = None
         self.shared = 0
-        self.duplicates: list[int] = []
         self.in_use = (-1, 0)
         self.waiting = True
 

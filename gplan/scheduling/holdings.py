@@ -115,19 +115,16 @@ class Holdings:
 
     def lend(self, entry: Entry, num_tokens: int) -> None:
         """Lets others begin with the full pages of a request's first `num_tokens` tokens. The steps that compute them
-        are scheduled: on the device they run before, or as, any step that is scheduled after this call."""
-        if self._shares and not entry.request.is_unique:
-            self._lend(entry, num_tokens // self._page_size)
+        are scheduled: on the device they run before, or as, any step that is scheduled after this call.
 
-    def _lend(self, entry: Entry, full: int) -> None:
-        if full <= entry.shared:
+        Where another's pages of the next tokens are known by now, its own stay its own until it ends: a request uses
+        no page that it does not read."""
+        full = num_tokens // self._page_size
+        if not self._shares or entry.request.is_unique or full <= entry.shared:
             return
-        request, before = entry.request, entry.shared
         assert entry.run is not None
-        entry.run, taken = self._cache.extend(entry.run, before, request.tokens, request.pages[:full])
-        entry.duplicates += request.pages[before:taken]
-        self._pages.keep(request.pages[taken:full])
-        entry.shared = full
+        if not self._cache.goes_on(entry.run, entry.request.tokens, entry.shared):
+            self._hand_over(entry, full)
 
     def release(self, entry: Entry, num_cached: int, *, is_over: bool) -> None:
         """Takes row and pages back; the full ones stay in the prefix cache.
@@ -136,16 +133,18 @@ class Holdings:
             num_cached: of the request's tokens, those that were computed by steps that are scheduled.
             is_over: whether the request ended; otherwise it will come back.
         """
-        request = entry.request
+        request, first = entry.request, entry.shared
         full = min(num_cached, len(request.tokens)) // self._page_size
-        if self._shares and request.is_unique and is_over:
-            self._put_aside(entry, full)
-        elif self._shares:
-            self._lend(entry, full)
-        self._pages.give_back(entry.duplicates + request.pages[entry.shared :])
+        if self._shares and full > first:
+            if request.is_unique and is_over:
+                self._put_aside(entry, full)
+            else:
+                known = self._hand_over(entry, full)
+                self._pages.give_back(request.pages[first:known])
+        self._pages.give_back(request.pages[entry.shared :])
         assert entry.run is not None
         self._cache.leave(entry.run)
-        entry.run, entry.shared, entry.duplicates = None, 0, []
+        entry.run, entry.shared = None, 0
         self._rows.append(request.row)
         request.row = DUMMY_ROW
         request.pages.clear()
@@ -162,10 +161,11 @@ class Holdings:
         tests."""
         cached = self._cache.check([entry.run for entry in holders if entry.run is not None])
         self._pages.check(cached)
-        own = [page for entry in holders for page in (*entry.duplicates, *entry.request.pages[entry.shared :])]
+        own = [page for entry in holders for page in entry.request.pages[entry.shared :]]
         assert len(own) == len(set(own)) == self._pages.num_held, "a page of one request is lost, or another's too"
-        borrowed = {page for entry in holders for page in entry.request.pages}.difference(own)
-        assert borrowed.issubset(cached)
+        used = {page for entry in holders for page in entry.request.pages[: entry.shared]}
+        assert used.issubset(cached)
+        assert len(used) == self._cache.num_in_use, "a page is in use that nobody reads"
         rows = [entry.request.row for entry in holders]
         assert sorted(rows + self._rows) == list(range(1, self._max_batch + 1)), "a row is shared or lost"
         assert self._num_growing == sum(entry.capacity < entry.end - 1 for entry in holders)
@@ -174,13 +174,23 @@ class Holdings:
             assert entry.capacity == len(entry.request.pages) * self._page_size >= entry.request.cached_len
         for entry in others:
             assert (entry.request.pages, entry.request.row, entry.request.cached_len) == ([], DUMMY_ROW, 0)
-            assert (entry.run, entry.shared, entry.duplicates) == (None, 0, [])
+            assert (entry.run, entry.shared) == (None, 0)
+
+    def _hand_over(self, entry: Entry, full: int) -> int:
+        """Makes a request's own pages before `full` the cache's, but for those whose tokens it knows by other pages.
+        Returns the first that is."""
+        assert entry.run is not None
+        request = entry.request
+        entry.run, taken = self._cache.extend(entry.run, entry.shared, request.tokens, request.pages[:full])
+        self._pages.keep(request.pages[taken:full])
+        entry.shared = full
+        return taken
 
     def _put_aside(self, entry: Entry, full: int) -> None:
-        """Does with pages that nobody will look for what `_lend` would do to the order of eviction: nothing, where
-        there are no others."""
-        pages = entry.request.pages[entry.shared : full]
-        if pages and self._cache.num_idle:
+        """Does with pages that nobody will look for what `_hand_over` would do to the order of eviction: nothing,
+        where there are no others."""
+        if self._cache.num_idle:
+            pages = entry.request.pages[entry.shared : full]
             self._cache.put_aside(pages)
             self._pages.keep(pages)
             entry.shared = full

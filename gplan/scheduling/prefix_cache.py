@@ -74,6 +74,10 @@ class PrefixCache:
         parts = [run.pages for run in self._path(end)]
         return end, [page for part in reversed(parts) for page in part]
 
+    def goes_on(self, run: Run, tokens: Sequence[int], start: int) -> bool:
+        """Whether the page of `tokens` after `run`, which ends at page `start`, is known."""
+        return self._tokens_of(tokens, start) in run.children
+
     def extend(self, run: Run, start: int, tokens: Sequence[int], pages: Sequence[int]) -> tuple[Run, int]:
         """Takes pages of a request in, and uses them for it.
 
@@ -160,9 +164,9 @@ class PrefixCache:
     def _descend(self, run: Run, tokens: Sequence[int], found: int, most: int) -> tuple[Run, int, int]:
         """Follows `tokens` from the end of a run at page `found` up to page `most`: the last run that agrees, how many
         of its pages do, and the page reached."""
-        size, inside = self._page_size, len(run.pages)
+        inside = len(run.pages)
         while found < most:
-            child = run.children.get(tuple(tokens[found * size : (found + 1) * size]))
+            child = run.children.get(self._tokens_of(tokens, found))
             if child is None:
                 break
             run, inside = child, self._agreeing(child, tokens, found, min(len(child.pages), most - found))
@@ -170,6 +174,10 @@ class PrefixCache:
             if inside < len(child.pages):
                 break
         return run, inside, found
+
+    def _tokens_of(self, tokens: Sequence[int], page: int) -> tuple[int, ...]:
+        """The tokens of that page."""
+        return tuple(tokens[page * self._page_size : (page + 1) * self._page_size])
 
     def _agreeing(self, run: Run, tokens: Sequence[int], start: int, most: int) -> int:
         """How many of a run's pages, up to `most`, hold the tokens from page `start` on. The first one does."""

@@ -219,6 +219,21 @@ def test_a_request_fits_that_shares_what_others_hold() -> None:
         server.scheduler.check()
 
 
+def test_a_request_uses_no_page_that_it_does_not_read() -> None:
+    """`b` computes the last page of its prompt, for what follows, though `a` lends it out; once alone, it takes all 8
+    pages of the pool."""
+    bounds = limits(max_batch=2, chunk=32)
+    server = Server(Scheduler(bounds, 9), Device(bounds, 9), 0)
+    for name, max_tokens in (("a", 1), ("b", 24)):
+        server.scheduler.add(request(name, range(1, 9), max_tokens, stops=False))
+    server.step()
+    assert lengths(server) == [[8, 4]], "they run at once"
+    server.run()
+    assert server.scheduler.num_preemptions == 0
+    assert server.scheduler.prefix_counts.cached_pages == 7, "all full pages of `b`, and none twice"
+    server.scheduler.check()
+
+
 def test_off_is_off() -> None:
     requests = [request(name, range(1, 13), 4, stops=False) for name in "ab"]
     server, counts = serve(requests, bounds=limits(prefix_cache=False))

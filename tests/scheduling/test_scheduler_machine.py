@@ -1,7 +1,7 @@
 """Random traffic against the scheduler: any arrivals, lengths, stops and aborts, any lag, pools of a few pages.
 
 What must hold: every request gets exactly its tokens in order, nothing is lost or shared, chunks of a request follow
-one another, and with one client the oldest request finishes within the steps that it would need alone.
+one another, and with one client the oldest request never yields and finishes within the steps that it would need alone.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Traffic(RuleBasedStateMachine):
 
     def _turn(self) -> None:
         num_steps, num_finished = len(self.server.batches), len(self.server.finished)
+        preemptions = {name: each.num_preemptions for name, each in self.live.items()}
         happened = self.server.step()
         assert happened or not self.live, "no step runs, and requests wait"
         for batch in self.server.batches[num_steps:]:
@@ -130,6 +131,7 @@ class Traffic(RuleBasedStateMachine):
         if self.live and self.num_clients == 1:
             oldest = next(iter(self.live.values()))
             prefills = 2 * -(-MAX_LEN // self.limits.chunk)
+            assert oldest.num_preemptions == preemptions[oldest.id], f"{oldest.id} yields to younger ones"
             assert self.turns_as_oldest <= prefills + MAX_LEN + 2 * self.lag + 1, f"{oldest.id} waits for ever"
         self._check_finished(num_finished)
 
