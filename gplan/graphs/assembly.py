@@ -26,7 +26,7 @@ from gplan.graphs.forward import ForwardParts, forward_slots, request_slots
 from gplan.graphs.guard import AddressGuard
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.sampling import Sampler
-from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, BatchMaker
+from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, PENALISED, BatchMaker
 from gplan.graphs.variants import FULL
 from gplan.kernels import kernels_class, make_kernels
 from gplan.kernels.base import KernelShape
@@ -262,7 +262,7 @@ def _warm_up_sampling(executor: Executor) -> None:
     parts = executor.parts
     logits = parts.buffers["logits"]
     batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, logits.shape[1])
-    for params in (GREEDY, DRAWN, EVERYTHING):
+    for params in (GREEDY, PENALISED, DRAWN, EVERYTHING):
         chunks = batches.decode(min(2, parts.limits.max_batch), 1, params).chunks
         executor.sampler.sample(logits[: len(chunks)], chunks)
 

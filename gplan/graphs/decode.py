@@ -151,7 +151,7 @@ class DecodeRunner(PhaseRunner):
         kernels, draws = self.parts.kernels, self.parts.by_request
         match draw:
             case variants.GREEDY:
-                return lambda logits: logits.argmax(dim=-1)
+                return kernels.argmax
             case variants.SAMPLED:
                 heat, k, p, least, seed = (draws.view(name, size) for name in DRAW_SLOTS)
                 # A token is drawn by its own position, one after that of the token read.

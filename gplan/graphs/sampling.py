@@ -121,7 +121,7 @@ class Sampler:
             self._mask.apply(self._kernels, adjusted, mask)
         draws = group.draws
         if draws is None:
-            tokens = adjusted.argmax(dim=-1)
+            tokens = self._kernels.argmax(adjusted)
         else:
             positions = torch.tensor([chunk.end for chunk in chunks]).to(self._device, non_blocking=True)
             inputs = SamplingInputs(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seed, positions)

@@ -8,6 +8,7 @@ from formats.plan import Limits
 from gplan.core import Batch, Chunk, Phase, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+PENALISED = SamplingParams(max_tokens=1, temperature=0.0, repetition_penalty=1.1)
 DRAWN = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95, min_p=0.01, seed=17)
 EVERYTHING = SamplingParams(
     max_tokens=1,

@@ -261,6 +261,11 @@ class Kernels(ABC):
         """Ragged causal attention over cached prefixes. In a graph exactly `num_requests` slots and `num_tokens`
         query rows, unused slots having no queries; outside, up to as many."""
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Composite: the first of the largest logits of each row: [n, vocab] of any float dtype -> [n] int64. Of rows
+        with a NaN, any token."""
+        return logits.argmax(dim=-1)
+
     @abstractmethod
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         """Draws one token per row: logits [n, vocab] of any float dtype -> [n] int64. Does not change logits."""

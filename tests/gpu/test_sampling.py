@@ -47,6 +47,24 @@ def test_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype) -> No
     assert differing <= drawn // 50, "sums differ in their last bits at most"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [1, 50, 2048, 32003, 128256])
+@pytest.mark.parametrize("num_rows", [1, 3, 64, 300])
+def test_the_first_of_the_largest_is_taken(kernels: Kernels, num_rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = randn(num_rows, vocab, seed=vocab, scale=3.0, dtype=dtype)
+    logits[-1] = logits[-1].round()  # many equal logits
+    logits[0] = float("-inf")
+    logits[0, vocab // 2] = -1e30
+    assert torch.equal(kernels.argmax(logits), logits.argmax(dim=-1))
+
+
+def test_a_row_without_a_number_still_gives_a_token(kernels: Kernels) -> None:
+    logits = torch.full((3, 5000), float("nan"), device=CUDA)
+    logits[1] = float("-inf")
+    tokens = kernels.argmax(logits)
+    assert ((tokens >= 0) & (tokens < 5000)).all()
+
+
 def test_a_draw_is_its_rows_alone(kernels: Kernels) -> None:
     logits = randn(N, 5000, scale=2.0)
     inputs = sampling_inputs(N, 5000, seed=list(range(N)), position=list(range(N)), top_p=0.9, top_k=100)

@@ -18,7 +18,7 @@ from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, Prefill
 from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
 from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
-from gplan.kernels.flashinfer.sampling import mask_tokens, penalise, sample
+from gplan.kernels.flashinfer.sampling import argmax, mask_tokens, penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
 from gplan.kernels.reference import TraceableKernels
 
@@ -141,6 +141,9 @@ class FlashInferKernels(Kernels):
         return PrefillAttention(
             self.shape, self.workspace, self._prefill_lists, self._prefill_kernel, decode, num_tokens, num_requests
         )
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return argmax(logits)
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         return sample(logits, inputs)

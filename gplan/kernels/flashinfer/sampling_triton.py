@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-"""Drawing tokens, penalising and masking logits, in Triton. The meaning is that of `gplan.kernels.sampling`, without
-its sort.
+"""Choosing and drawing tokens, penalising and masking logits, in Triton. The meaning is that of
+`gplan.kernels.sampling`, without its sort.
 
 A place in the order of falling logits is found by the mass (or number) of tokens before it. So a program, which has a
 row to itself, builds the searched logit's bits from the highest down, each by one pass over the row: as an integer that
@@ -14,6 +14,37 @@ import triton.language as tl
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit(do_not_specialize=["PART"])
+def parts_argmax_kernel(logits, peaks, tokens, VOCAB, PART, BLOCK: tl.constexpr):
+    """The largest logit of each part of a row, and the first token that has it. Grid (rows, parts of PART tokens, a
+    multiple of BLOCK). peaks [rows, parts] float32, tokens [rows, parts] int32."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offsets = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    token = part * PART + offsets
+    for first in range(part * PART, tl.minimum((part + 1) * PART, VOCAB), BLOCK):
+        at = first + offsets
+        logit = tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
+        token = tl.where(logit > best, at, token)
+        best = tl.maximum(best, logit)
+    peak = tl.max(best, axis=0)
+    place = row * tl.num_programs(1) + part
+    tl.store(peaks + place, peak)
+    tl.store(tokens + place, tl.min(tl.where(best == peak, token, VOCAB - 1), axis=0))
+
+
+@triton.jit(do_not_specialize=["PARTS"])
+def first_argmax_kernel(peaks, tokens, out, PARTS, BLOCK: tl.constexpr):
+    """The first of the largest over a row's parts. Grid (rows), BLOCK >= PARTS."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    inside = part < PARTS
+    peak = tl.load(peaks + row * PARTS + part, mask=inside, other=float("-inf"))
+    token = tl.load(tokens + row * PARTS + part, mask=inside, other=0x7FFFFFFF)
+    token = tl.where(peak == tl.max(peak, axis=0), token, 0x7FFFFFFF)
+    tl.store(out + row, tl.min(token, axis=0).to(tl.int64))
 
 
 @triton.jit
