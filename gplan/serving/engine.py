@@ -93,7 +93,7 @@ class Engine:
             if self._is_orphan():
                 return
             self._receive(self._wait_ms)
-            self._settle_grammars()
+            self._schedule_compiled()
             self._step()
             if (seen := self._look()) is not None:
                 self._channel.send(seen)
@@ -140,10 +140,14 @@ class Engine:
             self._scheduler.abort(name)
             self._constraints.forget(name)
 
-    def _settle_grammars(self) -> None:
-        """Schedules requests whose grammars are compiled, and ends those whose grammars fail."""
+    def _schedule_compiled(self) -> None:
+        """Schedules requests whose grammars are compiled, and ends those whose grammars cannot be."""
         for request in self._constraints.take_compiled():
             self._scheduler.add(request)
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        """Ends requests whose grammars failed."""
         for request, why in self._constraints.take_failed():
             if self._serves(request):
                 self._fail(request, why)
@@ -153,6 +157,7 @@ class Engine:
         assert batch is not None or self._flying or not self._scheduler.has_work, "requests wait, and nothing can run"
         if batch is not None:
             self._launch(batch)
+            self._end_failed()  # before the tokens are read that were drawn without their grammars
         keep = self._executor.result_lag if batch is not None else 0
         while len(self._flying) > keep:
             self._collect(self._flying.popleft())
@@ -181,10 +186,10 @@ class Engine:
         while self._flying:
             self._collect(self._flying.popleft())
         again = self._scheduler.take_back(batch)
-        if len(again) == 1:
-            self._fail(again[0], f"there is no memory for a {batch.phase} step of {batch.num_tokens} tokens")
+        if batch.num_requests > 1:
+            self._scheduler.max_running = batch.num_requests // 2
         elif again:
-            self._scheduler.max_running = len(again) // 2
+            self._fail(again[0], f"there is no memory for a {batch.phase} step of {batch.num_tokens} tokens")
         self._calm_steps, self._calm_needed = 0, 2 * self._calm_needed
         limit = self._scheduler.max_running
         print(f"out of memory in a {batch.phase} step; {limit} requests run at once for now", file=sys.stderr)

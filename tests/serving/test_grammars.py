@@ -146,13 +146,18 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     assert follows(script.text("right"))
 
 
-def test_an_answer_whose_mask_takes_too_long_fails_alone(checkpoint: Path) -> None:
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_answer_whose_mask_takes_too_long_fails_alone(
+    checkpoint: Path, vocabulary: GrammarVocabulary, lag: int
+) -> None:
     tokenizer = TOKENIZER.backend_tokenizer.to_str()
     hasty = GrammarVocabulary(tokenizer, VOCAB_SIZE, {EOS}, step_fuel=300)
     slow = schema_grammar({"type": "string", "pattern": "^(.*a.{300})+$"})
     simple = schema_grammar({"enum": [1, 2]})
-    script = run(executor_of(checkpoint), [add("slow", slow), add("simple", simple), *free()], hasty)
+    script = run(executor_of(checkpoint, lag=lag), [add("slow", slow), add("simple", simple), *free()], hasty)
     assert "grammar" in script.ends["slow"]
+    given, patient = script.tokens.get("slow", []), run(executor_of(checkpoint), [add("slow", slow)], vocabulary)
+    assert given == patient.tokens["slow"][: len(given)], "a token that was drawn without a mask"
     assert script.text("simple") in ("1", "2")
     assert all(script.ends[f"free {index}"] in ("stop", "length") for index in range(3))
 

@@ -181,6 +181,27 @@ def test_only_the_request_that_has_no_room_alone_fails(lag: int) -> None:
     assert device.launched
 
 
+def test_a_request_whose_companion_ended_meanwhile_is_run_again() -> None:
+    """The step that has no memory is the third, of two requests; the second found the end of one of them."""
+
+    class Once(Scarce):
+        most, num_refused = 8, 0
+
+        def launch(self, batch: Batch, mask: object = None) -> Step:
+            if len(self.launched) == 2 and batch.num_requests == 2 and not self.num_refused:
+                self.num_refused += 1
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().launch(batch)
+
+    ending = next([n] for n in range(1, 2000) if len(answer([n], 9, 64)) == 1)
+    script = Script({0: [add("ends", list(ending), 9), add("goes on", [5], 9, stops=False)], 1: [Drain()]})
+    device = serve(script, 1, Once)
+    assert device.num_refused == 1
+    assert not [message for _, message in script.sent if isinstance(message, Failed)]
+    assert script.tokens("ends") == answer(ending, 9, 64)
+    assert script.tokens("goes on") == answer([5], 9, 64, stops=False)
+
+
 def test_more_requests_run_at_once_again_when_there_is_memory() -> None:
     class Passing(Scarce):
         most = 2
