@@ -9,7 +9,7 @@ from torch import Tensor
 
 from formats.plan import Limits
 from gplan.graphs.buffers import StaticBuffers
-from gplan.graphs.padding import SENTINEL, STALE, ZERO, Padding
+from gplan.graphs.padding import Padding, Sentinel, Stale, Zero
 from gplan.graphs.slots import Slot
 from gplan.kernels.base import Kernels, KernelShape
 from gplan.memory.kv_pool import KVPool
@@ -44,18 +44,18 @@ def forward_slots(shape: KernelShape) -> tuple[Slot, ...]:
     """The shared static buffers, each at its maximum: one row per token of a step, `logits` one per request."""
     tokens, dtype = shape.max_tokens, shape.dtype
     heads = (tokens, shape.num_qo_heads, shape.head_dim)
-    written_first = STALE("every row is written by the forward before it is read")
+    written_first = Stale("every row is written by the forward before it is read")
     return (
         # Padded rows take their token from the dummy row, stand at position 0 and write to the dummy page.
-        Slot("rows", (tokens,), torch.int64, axis=0, padding=ZERO),
-        Slot("host_ids", (tokens,), torch.int64, axis=0, padding=ZERO),
-        Slot("positions", (tokens,), torch.int64, axis=0, padding=ZERO),
-        Slot("kv_slots", (tokens,), torch.int64, axis=0, padding=ZERO),
-        Slot("input_ids", (tokens,), torch.int64, axis=0, padding=written_first),
-        Slot("residual", (tokens, shape.hidden_size), dtype, axis=0, padding=written_first),
-        Slot("attn_q", heads, dtype, axis=0, padding=written_first),
-        Slot("attn_out", heads, dtype, axis=0, padding=STALE("a padded row feeds padded rows only")),
-        Slot("logits", (shape.max_batch, shape.vocab_size), dtype, axis=0, padding=written_first),
+        Slot("rows", (tokens,), torch.int64, Zero()),
+        Slot("host_ids", (tokens,), torch.int64, Zero()),
+        Slot("positions", (tokens,), torch.int64, Zero()),
+        Slot("kv_slots", (tokens,), torch.int64, Zero()),
+        Slot("input_ids", (tokens,), torch.int64, written_first),
+        Slot("residual", (tokens, shape.hidden_size), dtype, written_first),
+        Slot("attn_q", heads, dtype, written_first),
+        Slot("attn_out", heads, dtype, Stale("a padded row feeds padded rows only")),
+        Slot("logits", (shape.max_batch, shape.vocab_size), dtype, written_first),
     )
 
 
@@ -64,9 +64,9 @@ def request_slots(shape: KernelShape) -> tuple[Slot, ...]:
     row of a decode step is drawn. What a padded row gives is not read: its hidden state is that of the first token, it
     is drawn greedily, and its token goes to the dummy row."""
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-    paddings: tuple[Padding, ...] = (ZERO, SENTINEL(1), SENTINEL(1), ZERO, ZERO)
+    paddings: tuple[Padding, ...] = (Zero(), Sentinel(1), Sentinel(1), Zero(), Zero())
     draws = (
-        Slot(name, (shape.max_batch,), dtype, axis=0, padding=padding)
+        Slot(name, (shape.max_batch,), dtype, padding)
         for name, dtype, padding in zip(DRAW_SLOTS, dtypes, paddings, strict=True)
     )
-    return (Slot(LAST_TOKENS, (shape.max_batch,), torch.int64, axis=0, padding=ZERO), *draws)
+    return (Slot(LAST_TOKENS, (shape.max_batch,), torch.int64, Zero()), *draws)

@@ -22,13 +22,6 @@ class Sentinel:
 
 
 @dataclass(frozen=True, slots=True)
-class FillOnce:
-    """One value, written at allocation and again only over rows that an earlier fill used."""
-
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
 class Stale:
     """Whatever is there: the tail is never read, or is written before it is read. `reason` says why, as a sentence."""
 
@@ -38,9 +31,4 @@ class Stale:
         assert len(self.reason.split()) >= 3, f"a stale tail needs a reason that explains, not {self.reason!r}"
 
 
-Padding = Zero | Sentinel | FillOnce | Stale
-
-ZERO = Zero()
-SENTINEL = Sentinel
-FILL_ONCE = FillOnce
-STALE = Stale
+Padding = Zero | Sentinel | Stale

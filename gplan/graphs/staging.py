@@ -1,97 +1,77 @@
-"""The way of host values into static buffers on a GPU: pinned memory, and few copies."""
+"""The way of host values into static buffers on a GPU: pinned memory, and one copy for all slots of a dtype."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from gplan.graphs.slots import Slot, is_packed, poison_of, tail_value
+from gplan.graphs.slots import Slot, poison_of
+from gplan.kernels.pinned import PinnedAreas
+
+Lists = Mapping[str, npt.NDArray[np.generic]]
+"""Host memory of slots by name, each at its maximum."""
 
 
 class Pack:
     """Slots of one dtype that lie one after another, so that one copy fills them all."""
 
     def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
-        self.starts: dict[str, int] = {}
+        self.ranges: dict[str, tuple[int, int]] = {}
         end = 0
         for slot in slots:
-            self.starts[slot.name] = end
+            self.ranges[slot.name] = (end, end + slot.length)
             end += slot.length
         self.memory = torch.zeros(end, dtype=slots[0].dtype, device=device)
-        self.tensors = {slot.name: self.memory.narrow(0, self.starts[slot.name], slot.length) for slot in slots}
+        self.tensors = {name: self.memory[first:end] for name, (first, end) in self.ranges.items()}
+
+
+def pack(slots: Iterable[Slot], device: torch.device) -> tuple[Pack, ...]:
+    """Slots that the host fills, by dtype."""
+    groups = defaultdict(list)
+    for slot in slots:
+        groups[slot.dtype].append(slot)
+    return tuple(Pack(group, device) for group in groups.values())
 
 
 class Staging:
-    """Pinned host memory that values wait in until they are copied. Two areas take turns, so that filling one does not
-    wait for the copies out of the other; an area is written again only once its copies are done.
+    """Pinned host memory that values wait in until they are copied.
 
-    What lies between two packed slots' values is copied with them: rows that no step reads before they are written.
+    What lies between two slots' values is copied with them: rows that no step reads before they are written.
     """
 
-    def __init__(self, slots: Iterable[Slot], packs: Mapping[torch.dtype, Pack]) -> None:
-        loose = [slot for slot in slots if not is_packed(slot)]
+    def __init__(self, packs: Sequence[Pack]) -> None:
         self._packs = packs
-        self._areas = [{slot.name: _pinned(prod(slot.shape), slot.dtype) for slot in loose} for _ in range(2)]
-        self._packed = [{dtype: _pinned(len(pack.memory), dtype) for dtype, pack in packs.items()} for _ in range(2)]
-        self._arrays = [{dtype: tensor.numpy() for dtype, tensor in area.items()} for area in self._packed]
-        self._events = [torch.Event("cuda"), torch.Event("cuda")]
-        self._turn = 0
-        self._spans: dict[torch.dtype, tuple[int, int]] = {}
+        self._pinned = PinnedAreas(*((tuple(pack.memory.shape), pack.memory.dtype) for pack in packs))
+        self._lists: list[Lists] = [
+            {
+                name: tensor[first:end].numpy()
+                for pack, tensor in zip(packs, area, strict=True)
+                for name, (first, end) in pack.ranges.items()
+            }
+            for area in self._pinned.areas
+        ]
 
-    def advance(self) -> None:
-        """Takes the other area, once its copies are done."""
-        self._turn ^= 1
-        self._events[self._turn].synchronize()
-        self._spans.clear()
+    def take(self) -> Lists:
+        """Memory to write values into, which no copy reads any more."""
+        self._pinned.take()
+        return self._lists[self._pinned.turn]
 
-    def pack(self, slot: Slot, source: Tensor, real: int, padded: int) -> None:
-        """Holds the value of a packed slot and its tail."""
-        start, value = self._packs[slot.dtype].starts[slot.name], tail_value(slot.padding)
-        array = self._arrays[self._turn][slot.dtype]
-        array[start : start + real] = source.numpy()
-        array[start + real : start + padded] = value
-        first, end = self._spans.get(slot.dtype, (start, start))
-        self._spans[slot.dtype] = (min(first, start), max(end, start + padded))
-
-    def copy_packs(self) -> None:
-        for dtype, (first, end) in self._spans.items():
-            source = self._packed[self._turn][dtype].narrow(0, first, end - first)
-            self._packs[dtype].memory.narrow(0, first, end - first).copy_(source, non_blocking=True)
-
-    def put(self, slot: Slot, source: Tensor, real: int, padded: int) -> Tensor:
-        """Holds another value: [.., real, ..], or [.., padded, ..] with its tail where the policy writes one."""
-        value = tail_value(slot.padding)
-        size = real if value is None else padded
-        shape = slot.shape_at(size)
-        staged = self._areas[self._turn][slot.name][: prod(shape)].view(shape)
-        staged.narrow(slot.axis, 0, real).copy_(source)
-        if value is not None and real < size:
-            staged.narrow(slot.axis, real, size - real).fill_(value)
-        return staged
-
-    def sent(self) -> None:
-        """Notes that the copies out of this area are launched."""
-        self._events[self._turn].record()
+    def send(self, names: Collection[str], padded: int) -> None:
+        """Starts the copies of the first `padded` rows of what was written."""
+        for pack, source in zip(self._packs, self._pinned.areas[self._pinned.turn], strict=True):
+            starts = [first for name, (first, _) in pack.ranges.items() if name in names]
+            if starts:
+                span = slice(min(starts), max(starts) + padded)
+                pack.memory[span].copy_(source[span], non_blocking=True)
+        self._pinned.sent()
 
     def poison(self) -> None:
         """So that what is copied between values is poison too."""
-        for event, area in zip(self._events, self._packed, strict=True):
-            event.synchronize()
-            for dtype, tensor in area.items():
-                tensor.fill_(poison_of(dtype))
-
-
-def packed_by_dtype(slots: Iterable[Slot]) -> dict[torch.dtype, list[Slot]]:
-    groups = defaultdict(list)
-    for slot in slots:
-        if is_packed(slot):
-            groups[slot.dtype].append(slot)
-    return groups
-
-
-def _pinned(length: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(length, dtype=dtype, pin_memory=True)
+        self._pinned.wait()
+        for area in self._pinned.areas:
+            for tensor in area:
+                tensor.fill_(poison_of(tensor.dtype))

@@ -13,7 +13,7 @@ from gplan.core import Phase, ShapeKey
 from gplan.errors import VerificationError
 from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.executor import Executor
-from gplan.graphs.padding import STALE
+from gplan.graphs.padding import Stale
 from gplan.kernels.base import AttentionBatch
 from gplan.serving.startup import recheck_receipts, verify_all
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -89,7 +89,7 @@ def test_a_tail_that_is_read_though_it_was_declared_stale(checkpoint: Path) -> N
     executor = executor_of(checkpoint)
     slot = executor.parts.buffers.slots["kv_slots"]
     executor.parts.buffers.slots["kv_slots"] = type(slot)(
-        slot.name, slot.shape, slot.dtype, slot.axis, STALE("it is said that nobody reads it")
+        slot.name, slot.shape, slot.dtype, Stale("it is said that nobody reads it")
     )
     found = failures(executor)
     assert found[DECODE].startswith("key decode:4: slot kv_slots, padding row 1: holds 9223372036854775807")

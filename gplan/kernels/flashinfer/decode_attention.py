@@ -14,7 +14,8 @@ from gplan.errors import CaptureError
 from gplan.kernels.base import Attention, AttentionBatch, IntArray, KernelShape
 from gplan.kernels.flashinfer.attention_triton import advance_kernel, decode_attention_kernel
 from gplan.kernels.flashinfer.work_items import CUT_STEP, NO_WORK, work_items
-from gplan.kernels.flashinfer.workspace import Staging, Workspace, decode_items, decode_lanes, group_padded
+from gplan.kernels.flashinfer.workspace import Workspace, decode_items, decode_lanes, group_padded
+from gplan.kernels.pinned import PinnedAreas
 
 _ADVANCE_BLOCK = 256
 
@@ -48,11 +49,11 @@ class DecodeLists:
         self.page_indptr = self._device[slice(*self._page_indptr)]
         self.item_indptr = self._device[slice(*self._item_indptr)]
         self.page_ids = self._device[self._page_ids :]
-        self._staging = Staging(((sizes.decode_lists,), torch.int32))
+        self._pinned = PinnedAreas(((sizes.decode_lists,), torch.int32))
 
     def load(self, batch: AttentionBatch, items: IntArray, item_indptr: IntArray, num_items: int) -> None:
         """Starts the copy, with items of no work up to `num_items`."""
-        (area,) = self._staging.take()
+        (area,) = self._pinned.take()
         host, num_pages = area.numpy(), len(batch.kv_indices)
         assert num_pages <= len(self.page_ids), "more pages than the kernel set is sized for"
         assert len(items) <= num_items, "more work items than the grid has programs for"
@@ -63,7 +64,7 @@ class DecodeLists:
         end = self._page_ids + num_pages
         host[self._page_ids : end] = batch.kv_indices
         self._device[:end].copy_(area[:end], non_blocking=True)
-        self._staging.sent()
+        self._pinned.sent()
 
 
 class DecodeAttention(Attention):

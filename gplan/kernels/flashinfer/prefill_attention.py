@@ -12,7 +12,8 @@ from gplan.errors import CaptureError, UnsupportedError
 from gplan.kernels.base import Attention, AttentionBatch, KernelShape
 from gplan.kernels.flashinfer.decode_attention import DecodeAttention
 from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
-from gplan.kernels.flashinfer.workspace import Staging, Workspace, graph_slots
+from gplan.kernels.flashinfer.workspace import Workspace, graph_slots
+from gplan.kernels.pinned import PinnedAreas
 
 
 class PrefillLists:
@@ -27,11 +28,11 @@ class PrefillLists:
         self.kv_indptr = self._device[starts[1] : starts[2]]
         self.last_page_len = self._device[starts[2] : starts[3]]
         self.page_ids = self._device[starts[3] :]
-        self._staging = Staging(((sizes.prefill_lists,), torch.int32), ((sizes.prefill_plan_bytes,), torch.uint8))
+        self._pinned = PinnedAreas(((sizes.prefill_lists,), torch.int32), ((sizes.prefill_plan_bytes,), torch.uint8))
 
     def load(self, batch: AttentionBatch) -> Tensor:
         """Starts the copy; returns pinned memory for FlashInfer's lists, in use until `sent`."""
-        area, plan = self._staging.take()
+        area, plan = self._pinned.take()
         assert len(batch.kv_indices) <= len(self.page_ids), "more pages than the kernel set is sized for"
         host = area.numpy()
         parts = (batch.qo_indptr, batch.kv_indptr, batch.kv_last_page_len, batch.kv_indices)
@@ -42,7 +43,7 @@ class PrefillLists:
         return plan
 
     def sent(self) -> None:
-        self._staging.sent()
+        self._pinned.sent()
 
     def select(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """On the device: qo_indptr, kv_indptr, page ids, last page lengths of so many requests."""

@@ -1,4 +1,4 @@
-"""Device memory that the CUDA kernel set takes once, and the pinned memory its lists are copied from.
+"""Device memory that the CUDA kernel set takes once.
 
 Everything here is sized from `KernelShape` before anything is allocated, shared by all keys and phases (no two of their
 steps overlap on the device), and never grown or moved: graphs refer to it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -113,29 +112,6 @@ class Workspace:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._tensors.items()
-
-
-class Staging:
-    """Pinned memory in two areas that take turns, so that filling one does not wait for the copy out of the other. An
-    area is filled again only once its copy is done."""
-
-    def __init__(self, *parts: tuple[tuple[int, ...], torch.dtype]) -> None:
-        self._areas = [
-            tuple(torch.zeros(prod(shape), dtype=dtype, pin_memory=True).view(shape) for shape, dtype in parts)
-            for _ in range(2)
-        ]
-        self._events = [torch.cuda.Event(), torch.cuda.Event()]
-        self._turn = 0
-
-    def take(self) -> tuple[Tensor, ...]:
-        """The other area, free to be written."""
-        self._turn ^= 1
-        self._events[self._turn].synchronize()
-        return self._areas[self._turn]
-
-    def sent(self) -> None:
-        """Notes that the copies out of the area are on the current stream."""
-        self._events[self._turn].record()
 
 
 def _layout(sizes: Sizes) -> dict[str, tuple[int, torch.dtype]]:

@@ -13,7 +13,7 @@ from gplan.graphs.capture import make_backend
 from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.capture.tape import TapeDevice
 from gplan.graphs.guard import AddressGuard
-from gplan.graphs.padding import SENTINEL, STALE, Padding
+from gplan.graphs.padding import Padding, Sentinel, Stale
 from tests.graphs.capture.toy import LENGTH, MAX, Step, Toy, capture_all, check_replay, key_of
 
 GRAPH_BACKENDS = ["full", "breakable"]
@@ -47,12 +47,12 @@ def test_right_padding_passes(backend: CaptureBackend) -> None:
 @pytest.mark.parametrize(
     ("slot", "padding"),
     [
-        ("rows", SENTINEL(MAX)),  # padded rows write into the cache of a request
-        ("rows", STALE("nobody reads this, one might think")),  # a poisoned row id
-        ("ids", STALE("nobody reads this, one might think")),  # a poisoned token id
-        ("lengths", SENTINEL(4 * LENGTH)),  # padded rows write past the dummy row
-        ("lengths", SENTINEL(0)),  # less than the kernel takes
-        ("lengths", STALE("nobody reads this, one might think")),
+        ("rows", Sentinel(MAX)),  # padded rows write into the cache of a request
+        ("rows", Stale("nobody reads this, one might think")),  # a poisoned row id
+        ("ids", Stale("nobody reads this, one might think")),  # a poisoned token id
+        ("lengths", Sentinel(4 * LENGTH)),  # padded rows write past the dummy row
+        ("lengths", Sentinel(0)),  # less than the kernel takes
+        ("lengths", Stale("nobody reads this, one might think")),
     ],
     ids=str,
 )

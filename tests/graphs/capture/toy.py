@@ -14,7 +14,7 @@ from gplan.core import Phase, ShapeKey
 from gplan.graphs.buffers import StaticBuffers
 from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.capture.breakable import graph_break
-from gplan.graphs.padding import SENTINEL, STALE, ZERO
+from gplan.graphs.padding import Sentinel, Stale, Zero
 from gplan.graphs.slots import Slot
 
 MAX, HIDDEN, HEADS, VOCAB, LENGTH, LAYERS = 16, 32, 4, 50, 8, 3
@@ -74,15 +74,15 @@ class Toy(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         torch.manual_seed(0)
-        written_first = STALE("every row is written before it is read")
+        written_first = Stale("every row is written before it is read")
         slots = (
-            Slot("ids", (MAX,), torch.int64, axis=0, padding=ZERO),
-            Slot("rows", (MAX,), torch.int64, axis=0, padding=ZERO),
-            Slot("lengths", (MAX,), torch.int32, axis=0, padding=SENTINEL(1)),
-            Slot("hidden", (MAX, HIDDEN), torch.float32, axis=0, padding=written_first),
-            Slot("queries", (MAX, HIDDEN), torch.float32, axis=0, padding=written_first),
-            Slot("attended", (MAX, HIDDEN), torch.float32, axis=0, padding=written_first),
-            Slot("logits", (MAX, VOCAB), torch.float32, axis=0, padding=written_first),
+            Slot("ids", (MAX,), torch.int64, Zero()),
+            Slot("rows", (MAX,), torch.int64, Zero()),
+            Slot("lengths", (MAX,), torch.int32, Sentinel(1)),
+            Slot("hidden", (MAX, HIDDEN), torch.float32, written_first),
+            Slot("queries", (MAX, HIDDEN), torch.float32, written_first),
+            Slot("attended", (MAX, HIDDEN), torch.float32, written_first),
+            Slot("logits", (MAX, VOCAB), torch.float32, written_first),
         )
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
@@ -92,7 +92,7 @@ class Toy(nn.Module):
         self.num_forwards = self.num_attends = 0
 
     def load(self, step: Step, padded: int) -> None:
-        values = {"ids": step.ids, "rows": step.rows, "lengths": step.lengths}
+        values = {"ids": step.ids.numpy(), "rows": step.rows.numpy(), "lengths": step.lengths.numpy()}
         self.buffers_.fill(values, real=step.size, padded=padded)
 
     def forward_of(self, size: int) -> Callable[[], tuple[Tensor, ...]]:
