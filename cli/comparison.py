@@ -63,7 +63,27 @@ def _decisions(a: Plan, b: Plan) -> Iterator[Difference]:
     yield from _values((("num_kv_pages", a.num_kv_pages, b.num_kv_pages),))
     for before, after in ((a.decode, b.decode), (a.prefill, b.prefill)):
         yield from _phase(before, after)
+    yield from _products(a, b)
     yield from _values((("locks", _locks(a), _locks(b)),))
+
+
+def _products(a: Plan, b: Plan) -> Iterator[Difference]:
+    """In one line: how many shapes have an algorithm of their own, and how many have lost, got or changed it."""
+    before, after = _algorithms(a), _algorithms(b)
+    if before == after:
+        return
+    counts = (
+        ("given back to the library", len(before.keys() - after.keys())),
+        ("new", len(after.keys() - before.keys())),
+        ("by another algorithm", sum(before[shape] != after[shape] for shape in before.keys() & after.keys())),
+    )
+    yield Difference(
+        "products", len(before), len(after), ", ".join(f"{number} {what}" for what, number in counts if number)
+    )
+
+
+def _algorithms(plan: Plan) -> dict[tuple[int, int, int, bool], str]:
+    return {(each.m, each.n, each.k, each.adds): each.algorithm for each in plan.products}
 
 
 def _phase(a: PhasePlan, b: PhasePlan) -> Iterator[Difference]:
@@ -92,6 +112,7 @@ def _evidence(a: Plan, b: Plan) -> Iterator[Difference]:
     yield from _values((("workload", a.workload.spec, b.workload.spec),))
     yield from _values((("workload.digest", a.workload.digest, b.workload.digest),))
     yield from _receipts(a, b)
+    yield from _product_times(a, b)
 
 
 def _bytes(field: str, a: int, b: int) -> Iterator[Difference]:
@@ -146,6 +167,17 @@ def _receipts(a: Plan, b: Plan) -> Iterator[Difference]:
         if receipt.key in after:
             pair = receipt.max_abs_diff, after[receipt.key].max_abs_diff
             yield from _values(((f"receipt {receipt.key} max_abs_diff", *pair),))
+
+
+def _product_times(a: Plan, b: Plan) -> Iterator[Difference]:
+    """Of products that both plans have by the same algorithm."""
+    after = {(each.m, each.n, each.k, each.adds, each.algorithm): each for each in b.products}
+    for each in a.products:
+        other = after.get((each.m, each.n, each.k, each.adds, each.algorithm))
+        if other is not None:
+            name = f"product {each.m} x {each.n} x {each.k}{' added' if each.adds else ''}"
+            yield from _timing(f"{name} chosen_us", each.chosen, other.chosen)
+            yield from _timing(f"{name} default_us", each.default, other.default)
 
 
 def _machine(a: Fingerprint, b: Fingerprint) -> Iterator[Difference]:

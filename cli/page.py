@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 
 from cli.drawing import draw_ladder
 from cli.text import columns, count, quantity, section, short
 from cli.views import PlanView
 from formats.measurements import Costs, Timing
-from formats.plan import Bucket, Fingerprint, PhasePlan, Plan
+from formats.plan import Bucket, Fingerprint, PhasePlan, Plan, ProductChoice
 from gplan.units import format_size
 
 
@@ -27,12 +28,15 @@ def plan_page(view: PlanView, why: bool = False) -> str:
         "",
         *section("memory", _memory(view)),
         "",
+        *_products(plan),
         *section("workload", _workload(plan)),
         *section("regret", _regrets(plan)),
         *section("receipts", _receipts(plan)),
     ]
     if why:
         lines += ["", *section("why", _choices(plan))]
+        if plan.products:
+            lines += ["", *section("products", _product_times(plan.products))]
     return "\n".join(lines)
 
 
@@ -241,6 +245,28 @@ def _receipts(plan: Plan) -> Iterator[str]:
     for receipt in plan.receipts:
         if not receipt.bitwise:
             yield f"{receipt.key}: differs by at most {receipt.max_abs_diff:.3g}"
+
+
+def _products(plan: Plan) -> list[str]:
+    """Matrix products by an algorithm that was chosen; no section where there was no choice."""
+    reasons = [choice.reason for choice in plan.choices if choice.field == "products"]
+    return section("products", reasons) if reasons else []
+
+
+def _product_times(products: Sequence[ProductChoice]) -> list[str]:
+    rows = [
+        (
+            str(product.m),
+            f"{product.n} x {product.k}" + (", added" if product.adds else ""),
+            *_timing(product.default),
+            *_timing(product.chosen),
+            f"{product.chosen.median_us / product.default.median_us - 1:+.1%}",
+            hashlib.sha256(product.algorithm.encode()).hexdigest()[:8],
+        )
+        for product in products
+    ]
+    header = ("rows", "weight", "library µs", "spread", "chosen µs", "spread", "", "algorithm")
+    return columns(header, rows, left=0)
 
 
 def _choices(plan: Plan) -> Iterator[str]:

@@ -96,8 +96,9 @@ _TEXT: Mapping[str, str] = {
 }
 """Parts of a checkpoint that change answers, and neither a graph nor a byte."""
 
-NEVER_ACCEPTED = frozenset({"device", "tp_size", *MODEL_GRADES}) - {"source", *_TEXT}
-"""Another model, another kind of device or another split is another plan, whatever the user accepts."""
+NEVER_ACCEPTED = frozenset({"device", "tp_size", "blas_version", *MODEL_GRADES}) - {"source", *_TEXT}
+"""Another model, another kind of device or another split is another plan, whatever the user accepts; and what one
+version of a library calls an algorithm means nothing to another."""
 
 ACCEPTABLE = tuple(
     name

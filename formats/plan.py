@@ -13,7 +13,7 @@ from typing import Literal
 from formats.measurements import Costs, Prediction, SizeTiming, Timing
 from formats.record import Record
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 """Version of the fields and of the container. Another version is refused, never migrated."""
 
 PhaseName = Literal["decode", "prefill"]
@@ -88,6 +88,8 @@ class Fingerprint(Record, frozen=True, kw_only=True):
         num_threads: threads torch computes with on a CPU, 0 on a GPU.
         kernels_version: of flashinfer; empty for the reference kernels.
         prefill_kernel: which of flashinfer's runs prefill attention, `fa2` or `fa3`; empty for the reference kernels.
+        blas_version: of the library whose algorithms `Plan.products` names, as it tells it; empty where the kernels
+            leave no product to one.
     """
 
     device: Literal["cuda", "cpu"]
@@ -105,6 +107,7 @@ class Fingerprint(Record, frozen=True, kw_only=True):
     transformers: str
     kernels_version: str
     prefill_kernel: Literal["", "fa2", "fa3"] = ""
+    blas_version: str = ""
     python: str
     os: str
     clocks_mhz: int
@@ -248,6 +251,26 @@ class Regret(Record, frozen=True, kw_only=True):
     padding_ms: float
 
 
+class ProductChoice(Record, frozen=True, kw_only=True):
+    """A matrix product that another algorithm of the library multiplies faster than the one it would take by itself.
+
+    Attributes:
+        m, n, k: m rows of k columns times n results.
+        adds: the results are added to what is there.
+        algorithm: the library's description of it, as hexadecimal; it means something to `fingerprint.blas_version`
+            alone.
+        chosen, default: times of the product with it, and with the library's own choice.
+    """
+
+    m: int
+    n: int
+    k: int
+    adds: bool
+    algorithm: str
+    chosen: Timing
+    default: Timing
+
+
 class Receipt(Record, frozen=True, kw_only=True):
     """Replay of one key against eager at the same padded shape, padding poisoned."""
 
@@ -274,6 +297,7 @@ class Plan(Record, frozen=True, kw_only=True):
     workload: Workload
     regrets: tuple[Regret, ...] = ()
     receipts: tuple[Receipt, ...] = ()
+    products: tuple[ProductChoice, ...] = ()
 
     def phase(self, name: str) -> PhasePlan:
         return self.decode if name == "decode" else self.prefill

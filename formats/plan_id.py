@@ -10,7 +10,7 @@ import msgspec
 
 from formats.plan import PLAN_FORMAT, Fingerprint, PhasePlan, Plan
 
-MATCHED_FIELDS = ("device", "device_name", "capability", "tp_size", "prefill_kernel")
+MATCHED_FIELDS = ("device", "device_name", "capability", "tp_size", "prefill_kernel", "blas_version")
 MATCHED_VERSIONS = ("torch", "cuda", "kernels_version")
 """What of a fingerprint must be the same for a plan to hold; of versions, major and minor."""
 
@@ -48,6 +48,7 @@ def _decisions(plan: Plan) -> dict[str, Any]:
         "limits": msgspec.structs.asdict(plan.limits),
         "num_kv_pages": plan.num_kv_pages,
         "phases": [_phase_decisions(phase) for phase in (plan.decode, plan.prefill)],
+        "products": [(each.m, each.n, each.k, each.adds, each.algorithm) for each in plan.products],
         "locks": sorted((choice.field, choice.value) for choice in plan.choices if choice.basis == "locked"),
     }
 

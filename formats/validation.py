@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 
 from formats.errors import InconsistentError
+from formats.paths import is_field, path_text, value_at
 from formats.plan import BASE_VARIANTS, DRAW_VARIANTS, LEDGER_ROWS, Bucket, PhasePlan, Plan, bucket_key
 
 _HINT = "Make the plan again: gplan plan CHECKPOINT -o FILE"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_ALGORITHM = re.compile(r"[0-9a-f]{128}")
 _ABSOLUTE = re.compile(r"/|~[^/ ]*/|\\\\|file:|[A-Za-z]:[\\/]")
 _LARGEST = 2**63 - 1
 _FEW = 20
@@ -75,6 +77,7 @@ def problems(plan: Plan) -> Iterator[Problem]:
     yield from _choices(plan)
     yield from _workload(plan)
     yield from _evidence(plan)
+    yield from _products(plan)
 
 
 def _values(plan: Plan) -> list[Problem]:
@@ -97,7 +100,7 @@ def _walk(value: Any, path: list[str | int], found: list[Problem]) -> None:
         path.pop()
     elif kind is str:
         if _ABSOLUTE.match(value) and len(found) < _FEW:
-            found.append((_path_text(path), "is an absolute path; a plan holds none"))
+            found.append((path_text(path), "is an absolute path; a plan holds none"))
     elif isinstance(value, msgspec.Struct):
         path.append("")
         for name in value.__struct_fields__:
@@ -108,26 +111,22 @@ def _walk(value: Any, path: list[str | int], found: list[Problem]) -> None:
 
 def _number(value: float, path: list[str | int]) -> Iterator[Problem]:
     if not math.isfinite(value):
-        yield _path_text(path), f"{value} is not a finite number"
+        yield path_text(path), f"{value} is not a finite number"
     elif value < 0 and path[-1] not in _MAY_BE_NEGATIVE:
-        yield _path_text(path), f"{value} is negative"
+        yield path_text(path), f"{value} is negative"
     elif isinstance(value, int) and value > _LARGEST:
-        yield _path_text(path), "is larger than 64 bits hold"
-
-
-def _path_text(path: list[str | int]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        yield path_text(path), "is larger than 64 bits hold"
 
 
 def _identity(plan: Plan) -> Iterator[Problem]:
     for path in _AT_LEAST_ONE:
-        if _value_at(plan, path) == 0:
+        if value_at(plan, path) == 0:
             yield path, "is 0; it is at least 1"
     for path in _NOT_EMPTY:
-        if not _value_at(plan, path):
+        if not value_at(plan, path):
             yield path, "is empty"
     for path in _DIGESTS:
-        digest = _value_at(plan, path)
+        digest = value_at(plan, path)
         may_be_empty = path not in ("model.config_digest", "model.headers_digest")
         if not _SHA256.fullmatch(digest) and not (may_be_empty and not digest):
             yield path, "is not a sha256 in lower-case hexadecimal"
@@ -142,6 +141,8 @@ def _identity(plan: Plan) -> Iterator[Problem]:
         yield "fingerprint.kernels_version", f"{machine.kernels_version!r} does not go with {plan.kernels} kernels"
     if (plan.kernels == "flashinfer") != bool(machine.prefill_kernel):
         yield "fingerprint.prefill_kernel", f"{machine.prefill_kernel!r} does not go with {plan.kernels} kernels"
+    if plan.kernels != "flashinfer" and machine.blas_version:
+        yield "fingerprint.blas_version", f"{machine.blas_version!r} does not go with {plan.kernels} kernels"
 
 
 def _limits(plan: Plan) -> Iterator[Problem]:
@@ -310,8 +311,8 @@ def _choices(plan: Plan) -> Iterator[Problem]:
     fields = [choice.field for choice in plan.choices]
     for index, choice in enumerate(plan.choices):
         path = f"choices[{index}]"
-        value = _value_at(plan, choice.field)
-        if value is None and not _is_field(choice.field):
+        value = value_at(plan, choice.field)
+        if value is None and not is_field(choice.field):
             yield f"{path}.field", f"the plan has no field {choice.field!r}"
         elif choice.field in fields[:index]:
             yield f"{path}.field", f"{choice.field} is chosen twice"
@@ -360,26 +361,20 @@ def _evidence(plan: Plan) -> Iterator[Problem]:
             yield f"regrets[{index}].regret", f"{regret.regret} is -1 or less: no time can be saved beyond all of it"
 
 
-def _is_field(path: str) -> bool:
-    """Whether `path` (`decode.backend`) names a field of the plan, down to any depth of its parts."""
-    part: Any = Plan
-    for name in path.split("."):
-        fields = {field.name: field.type for field in msgspec.structs.fields(part)} if _is_struct(part) else {}
-        if name not in fields:
-            return False
-        part = fields[name]
-    return True
-
-
-def _is_struct(part: Any) -> bool:
-    return isinstance(part, type) and issubclass(part, msgspec.Struct)
-
-
-def _value_at(plan: Plan, path: str) -> Any:
-    """The value of a field by its path, None where there is no such field."""
-    value: Any = plan
-    for name in path.split("."):
-        if not isinstance(value, msgspec.Struct) or name not in value.__struct_fields__:
-            return None
-        value = getattr(value, name)
-    return value
+def _products(plan: Plan) -> Iterator[Problem]:
+    if plan.products and not plan.fingerprint.blas_version:
+        yield "products", "name algorithms, but fingerprint.blas_version does not say of what"
+    previous = (0, 0, 0, False)
+    for index, product in enumerate(plan.products):
+        path, shape = f"products[{index}]", (product.m, product.n, product.k, product.adds)
+        if not 1 <= product.m <= plan.limits.chunk:
+            yield f"{path}.m", f"{product.m} rows are outside 1 to limits.chunk {plan.limits.chunk}"
+        if not product.n or not product.k:
+            yield path, "has no results or no columns"
+        if shape <= previous:
+            yield path, f"{shape} does not follow {previous}: products ascend by m, n, k and adds"
+        if not _ALGORITHM.fullmatch(product.algorithm):
+            yield f"{path}.algorithm", "is not 64 bytes in lower-case hexadecimal"
+        if product.chosen.median_us >= product.default.median_us:
+            yield f"{path}.chosen", "is no faster than the library's own choice"
+        previous = shape

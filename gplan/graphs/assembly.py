@@ -6,14 +6,14 @@ The planner assembles what it measures with the same code that serve assembles w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from formats.plan import Limits
+from formats.plan import Limits, ProductChoice
 from gplan.core import ShapeKey
 from gplan.errors import CaptureError
 from gplan.graphs.admission import PhaseSetup
@@ -30,6 +30,7 @@ from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, PENALISED, BatchMa
 from gplan.graphs.variants import FULL
 from gplan.kernels import kernels_class, make_kernels
 from gplan.kernels.base import KernelShape
+from gplan.kernels.products import Algorithms, ProductShape
 from gplan.memory.failures import taking
 from gplan.memory.kv_pool import KVLayout, KVPool
 from gplan.memory.ledger import ActivationHold
@@ -51,6 +52,7 @@ class ExecutorConfig:
     """Everything an executor is built from but the model's weights.
 
     Attributes:
+        products: products by another algorithm than their library's own choice.
         debug_graphs: forwards are run again where they would be replayed; nothing is recorded.
     """
 
@@ -62,6 +64,7 @@ class ExecutorConfig:
     activation_reserve: int
     decode: PhaseSetup
     prefill: PhaseSetup
+    products: tuple[ProductChoice, ...] = ()
     debug_graphs: bool = False
 
 
@@ -104,16 +107,21 @@ def workspace_nbytes(name: str, shape: KernelShape) -> int:
     return kernels_class(name).workspace_nbytes(shape)
 
 
+def algorithms_of(products: Iterable[ProductChoice]) -> Algorithms:
+    return {ProductShape(each.m, each.n, each.k, each.adds): each.algorithm for each in products}
+
+
 def take_memory(model: Model, spec: ModelSpec, config: ExecutorConfig, book: Book) -> tuple[ForwardParts, Sampler]:
     """Takes workspace, static buffers and KV pool, in this order.
 
     Raises:
         FitError: memory ran out; names the row.
+        GplanError: an algorithm of a product that the library refuses.
     """
     device, limits = config.device, config.limits
     shape = kernel_shape(spec, limits, config.num_kv_pages, config.dtype, device)
     with taking("workspace", workspace_nbytes(config.kernels, shape)):
-        kernels = make_kernels(config.kernels, shape)
+        kernels = make_kernels(config.kernels, shape, algorithms_of(config.products))
     book("workspace", kernels.workspace_nbytes(shape))
     with taking("static_buffers", static_nbytes(shape)):
         buffers = StaticBuffers(forward_slots(shape), device)

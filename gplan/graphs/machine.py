@@ -19,17 +19,19 @@ from formats.plan import Fingerprint
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
-def read_fingerprint(device: torch.device | str, kernels: str, prefill_kernel: str = "") -> Fingerprint:
+def read_fingerprint(
+    device: torch.device | str, kernels: str, prefill_kernel: str = "", blas_version: str = ""
+) -> Fingerprint:
     """Describes the machine as `device` sees it.
 
     Args:
         device: `cpu`, `cuda` or `cuda:1`. A CUDA device gets its context by being asked.
         kernels: name of the kernel set in use: `reference` or `flashinfer`.
-        prefill_kernel: as the kernel set tells it.
+        prefill_kernel, blas_version: as the kernel set tells them.
     """
     device = torch.device(device)
     own = _cuda_fields(device) if device.type == "cuda" else _cpu_fields()
-    return _fingerprint(kernels, **own, prefill_kernel=prefill_kernel)
+    return _fingerprint(kernels, **own, prefill_kernel=prefill_kernel, blas_version=blas_version)
 
 
 def device_memory(device: torch.device | str) -> tuple[int, int]:

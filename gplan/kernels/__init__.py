@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gplan.errors import GplanError
 from gplan.kernels.base import Kernels, KernelShape
+from gplan.kernels.products import Algorithms
 
 KERNEL_SETS = ("reference", "flashinfer")
 
@@ -29,10 +30,14 @@ def kernels_class(name: str) -> type[Kernels]:
     raise GplanError(f"unknown kernels {name!r}", f"Use one of {', '.join(KERNEL_SETS)}.")
 
 
-def make_kernels(name: str, shape: KernelShape) -> Kernels:
+def make_kernels(name: str, shape: KernelShape, algorithms: Algorithms | None = None) -> Kernels:
     """Builds a kernel set, which allocates its workspace.
 
+    Args:
+        algorithms: of products that are left to a library, where its own choice is not to be taken.
+
     Raises:
-        GplanError: as `kernels_class`.
+        GplanError: as `kernels_class`; or an algorithm that the library refuses.
     """
-    return kernels_class(name)(shape)
+    kernels = kernels_class(name)
+    return kernels(shape, algorithms) if algorithms else kernels(shape)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gplan.errors import UnsupportedError
 from gplan.kernels.masking import mask_tokens
+from gplan.kernels.products import Algorithms, ProductLibrary, ProductShape
 
 IntArray = npt.NDArray[np.int32]
 
@@ -160,11 +161,16 @@ class SamplingInputs:
 
 
 class Kernels(ABC):
-    """One set of operators, sized for one model and one plan. The caller owns every tensor passed in."""
+    """One set of operators, sized for one model and one plan. The caller owns every tensor passed in.
+
+    Args:
+        algorithms: of products that are left to a library, where its own choice is not to be taken; only for a set that
+            has a `product_library`.
+    """
 
     name: ClassVar[str]
 
-    def __init__(self, shape: KernelShape) -> None:
+    def __init__(self, shape: KernelShape, algorithms: Algorithms | None = None) -> None:
         self.shape = shape
 
     @staticmethod
@@ -176,6 +182,25 @@ class Kernels(ABC):
     def prefill_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
         """Which kernel of the set runs prefill attention here, where that depends on the machine; else empty."""
         return ""
+
+    @staticmethod
+    def blas_version() -> str:
+        """Of the library that the set leaves products to, exactly; empty where there is no algorithm to choose."""
+        return ""
+
+    @staticmethod
+    def product_library(dtype: torch.dtype, device: torch.device) -> ProductLibrary | None:
+        """What multiplies the products that `leaves_to_library` names; None where there is no algorithm to choose."""
+        return None
+
+    @staticmethod
+    def leaves_to_library(shape: ProductShape, *, gated: bool) -> bool:
+        """Whether the set has no kernel of its own for products of this shape.
+
+        Args:
+            gated: the weight is that of `norm_gate_up`.
+        """
+        return False
 
     def traceable(self) -> Kernels:
         """Operators with the same meaning that a compiler can see into; this set, unless its operators are kernels of

@@ -40,6 +40,23 @@ class ForwardInputs:
     attend: Attend
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """A matrix product that every layer has.
+
+    Attributes:
+        weights: [n, k] of each layer.
+        adds: the results are added to the residual stream.
+        gated: the weight is that of `Kernels.norm_gate_up`.
+        has_bias: something is added to every row before the results are written.
+    """
+
+    weights: tuple[Tensor, ...]
+    adds: bool = False
+    gated: bool = False
+    has_bias: bool = False
+
+
 class Model(ABC):
     """Weights of a causal language model, run with a kernel set."""
 
@@ -55,6 +72,10 @@ class Model(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Named weights and tables, each once, for the ledger and the guard."""
+
+    def projections(self) -> tuple[Projection, ...]:
+        """The products of a layer, for measuring; none where they are not known."""
+        return ()
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gplan.kernels.base import Kernels, QKNorm
-from gplan.models.base import ForwardInputs, Model
+from gplan.models.base import ForwardInputs, Model, Projection
 from gplan.models.spec import ModelSpec
 
 
@@ -64,6 +64,15 @@ class Decoder(Model):
 
     def head(self, kernels: Kernels, hidden: Tensor, out: Tensor) -> None:
         kernels.linear(kernels.rms_norm(hidden, self._norm, self.spec.norm_eps), self._head, out=out)
+
+    def projections(self) -> tuple[Projection, ...]:
+        first, layers = self._layers[0], self._layers
+        return (
+            Projection(tuple(layer.qkv for layer in layers), has_bias=first.qkv_bias is not None),
+            Projection(tuple(layer.o for layer in layers), adds=True),
+            Projection(tuple(layer.gate_up for layer in layers), gated=True, has_bias=first.gate_up_bias is not None),
+            Projection(tuple(layer.down for layer in layers), adds=True),
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights.items()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
+import torch
 
 from formats.measurements import Costs, Timing
 from formats.plan import DRAW_VARIANTS, BackendName, Bucket, Receipt, is_base
@@ -28,6 +29,7 @@ from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.variants import FULL
+from gplan.kernels import kernels_class
 from gplan.kernels.base import KernelShape
 from gplan.memory.failures import taking
 from gplan.models import load_model
@@ -35,6 +37,8 @@ from gplan.planning.backends import Trial
 from gplan.planning.budget import Needs, most_useful_pages, pages_of
 from gplan.planning.costs import measure_costs
 from gplan.planning.options import Progress
+from gplan.planning.product_timing import choose_products
+from gplan.planning.products import Products, products_asked
 from gplan.planning.profiler import Patience, Profiler
 from gplan.planning.resolve import Resolved
 from gplan.planning.stillness import still
@@ -59,9 +63,13 @@ class Measured:
 
 
 class Bench:
-    """Weights and buffers of one model on one device, with made-up batches to run through them."""
+    """Weights and buffers of one model on one device, with made-up batches to run through them.
 
-    def __init__(self, resolved: Resolved, patience: Patience, progress: Progress) -> None:
+    Args:
+        sizes: of both phases' ladders. Their matrix products are timed first, since all other times rest on them.
+    """
+
+    def __init__(self, resolved: Resolved, sizes: Collection[int], patience: Patience, progress: Progress) -> None:
         self.resolved, self._patience, self._progress = resolved, patience, progress
         self.layout = kv_layout(resolved.spec, resolved.limits.page_size, resolved.dtype)
         self._refuse_heavy_weights()
@@ -72,6 +80,7 @@ class Bench:
                 resolved.checkpoint, resolved.spec, resolved.dtype, resolved.device, resolved.limits.max_len
             )
         progress("load", 1, 1)
+        self.products = self._choose_products(sizes)
         self._config = self._measuring_config()
         self._parts, self._sampler = take_memory(self._model, resolved.spec, self._config, lambda row, nbytes: None)
         self.result_lag = graphs.result_lag
@@ -84,6 +93,21 @@ class Bench:
         with taking("activation_reserve"), still(graphs, "while activations were measured"):
             self._peaks = self.profiler.activation_peak()
         self._served_peak = self._non_torch = 0
+
+    def _choose_products(self, sizes: Collection[int]) -> Products:
+        """By what the kernels leave to a library: nothing where they leave nothing, or the choice is not theirs."""
+        resolved = self.resolved
+        kernels = kernels_class(resolved.kernels)
+        asked = products_asked(self._model.projections(), kernels, sizes)
+        library = kernels.product_library(resolved.dtype, resolved.device) if asked else None
+        if library is None:
+            return Products()
+        graphs = make_graph_device(resolved.device)
+        with taking("activation_reserve", what="timing products"):
+            products = choose_products(asked, library, graphs, self._patience, self._progress)
+        graphs.close()
+        torch.cuda.empty_cache()  # operands lay on a stream of their own, whose memory no other would use again
+        return products
 
     def trial(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> Trial:
         """Times one backend at a few sizes; `eager` captures nothing."""
@@ -221,6 +245,7 @@ class Bench:
             activation_reserve=0,
             decode=self._empty_setup(Phase.DECODE),
             prefill=self._empty_setup(Phase.PREFILL),
+            products=self.products.choices,
         )
 
     def _shape(self, num_pages: int) -> KernelShape:

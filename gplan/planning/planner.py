@@ -1,9 +1,10 @@
 """The only author of a plan: measures, decides, proves and writes down.
 
-The order is that of serving: weights, workspace, static buffers, KV pool; then everything runs once, so that first
-calls are not booked as memory or time; then activation peaks and backends; then the candidate ladders are captured and
-timed and, where traffic or a budget is given, ladders are solved for it (`solving`, else `without_traffic`); last, the
-graphs that will be served are captured as serve will capture them, weighed and checked.
+The order is that of serving: weights, after which matrix products are timed, workspace, static buffers, KV pool; then
+everything runs once, so that first calls are not booked as memory or time; then activation peaks and backends; then the
+candidate ladders are captured and timed and, where traffic or a budget is given, ladders are solved for it (`solving`,
+else `without_traffic`); last, the graphs that will be served are captured as serve will capture them, weighed and
+checked.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
         count_tokens = token_counter(options.checkpoint)
         traffic = read_traffic(options.workload, resolved.limits.max_len, options.speedup, count_tokens)
     ladders = {phase: _ladder(phase, options, resolved, choices) for phase in Phase}
-    prefill_kernel = kernels_class(resolved.kernels).prefill_kernel(
-        resolved.dtype, resolved.spec.head_dim, resolved.device
-    )
-    fingerprint = read_fingerprint(resolved.device, resolved.kernels, prefill_kernel)
-    bench = Bench(resolved, patience or Patience(), progress)
+    kernels = kernels_class(resolved.kernels)
+    prefill_kernel = kernels.prefill_kernel(resolved.dtype, resolved.spec.head_dim, resolved.device)
+    fingerprint = read_fingerprint(resolved.device, resolved.kernels, prefill_kernel, kernels.blas_version())
+    sizes = {size for ladder in ladders.values() for size in ladder}
+    bench = Bench(resolved, sizes, patience or Patience(), progress)
+    if bench.products.num_timed:
+        choices.measured("products", len(bench.products.choices), bench.products.reason)
     locked = {Phase.DECODE: options.decode_buckets is not None, Phase.PREFILL: options.prefill_buckets is not None}
     decisions = {phase: _decide(bench, phase, ladders[phase], locked[phase], options, choices) for phase in Phase}
     if traffic is None and options.startup_budget_s is None:
@@ -89,6 +92,7 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
         workload=outcome.workload,
         regrets=outcome.regrets,
         receipts=outcome.measured.receipts,
+        products=bench.products.choices,
     )
 
 

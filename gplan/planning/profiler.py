@@ -68,6 +68,17 @@ def timing_of(samples: Sequence[float]) -> Timing:
     return Timing(median_us=statistics.median(samples), spread_us=quartiles[2] - quartiles[0], runs=len(samples))
 
 
+def in_turns(one: Callable[[], float], other: Callable[[], float], patience: Patience) -> tuple[Timing, Timing]:
+    """Two things that tell what they took, one after the other again and again; the first pair is thrown away."""
+    one(), other()
+    pairs: list[tuple[float, float]] = []
+    started = time.perf_counter()
+    while len(pairs) < 2 or not patience.is_over(len(pairs), time.perf_counter() - started):
+        pairs.append((one(), other()))
+    first, second = zip(*pairs, strict=True)
+    return timing_of(first), timing_of(second)
+
+
 class Profiler:
     """Runs made-up batches through an executor that was assembled as serve will assemble it."""
 
@@ -184,7 +195,7 @@ class Profiler:
         context = max(0, min(self.context, self.limits.max_len - steps))
         run = self.batches.decode_run(base.size, context, min(steps, self.limits.max_len - context), params)
         one, other = Verdict(base), Verdict(special)
-        return self._in_turns(lambda: self._served_us(run, one), lambda: self._served_us(run, other))
+        return in_turns(lambda: self._served_us(run, one), lambda: self._served_us(run, other), self.patience)
 
     @torch.no_grad()
     def base_and_special(self, base: ShapeKey, special: ShapeKey) -> tuple[Timing, Timing]:
@@ -196,16 +207,7 @@ class Profiler:
         def forward_us(key: ShapeKey) -> float:
             return statistics.median(device.time_us(lambda: runner.execute(batch, Verdict(key)), FORWARDS_A_TURN))
 
-        return self._in_turns(lambda: forward_us(base), lambda: forward_us(special))
-
-    def _in_turns(self, one: Callable[[], float], other: Callable[[], float]) -> tuple[Timing, Timing]:
-        one(), other()
-        pairs: list[tuple[float, float]] = []
-        started = time.perf_counter()
-        while len(pairs) < 2 or not self.patience.is_over(len(pairs), time.perf_counter() - started):
-            pairs.append((one(), other()))
-        first, second = zip(*pairs, strict=True)
-        return timing_of(first), timing_of(second)
+        return in_turns(lambda: forward_us(base), lambda: forward_us(special), self.patience)
 
     def _served_us(self, run: Sequence[Batch], verdict: Verdict) -> float:
         """Of each of some steps that follow each other, launched as the engine does."""

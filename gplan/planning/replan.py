@@ -1,9 +1,9 @@
 """A plan for other traffic, from what an earlier plan measured: no model, no device, no new measurement.
 
-Traffic decides which of the captured sizes are worth having; it changes neither times nor bytes. So the ladders are
-solved again among the sizes that the plan holds times of, and memory stays divided as it is: what another division
-takes was not measured. Whatever would have to be measured is refused. A size that comes in anew has no receipt: serve
-compares it with eager execution when it starts.
+Traffic decides which of the captured sizes are worth having; it changes neither times nor bytes, nor how products are
+multiplied. So the ladders are solved again among the sizes that the plan holds times of, and memory stays divided as it
+is: what another division takes was not measured. Whatever would have to be measured is refused. A size that comes in
+anew has no receipt: serve compares it with eager execution when it starts.
 """
 
 from __future__ import annotations

@@ -64,5 +64,6 @@ def _fingerprint_here(plan: Plan, spec: ModelSpec) -> Fingerprint:
     device = torch.device(plan.fingerprint.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return read_fingerprint("cpu", "reference")
-    prefill_kernel = kernels_class(plan.kernels).prefill_kernel(getattr(torch, plan.dtype), spec.head_dim, device)
-    return read_fingerprint(device, plan.kernels, prefill_kernel)
+    kernels = kernels_class(plan.kernels)
+    prefill_kernel = kernels.prefill_kernel(getattr(torch, plan.dtype), spec.head_dim, device)
+    return read_fingerprint(device, plan.kernels, prefill_kernel, kernels.blas_version())

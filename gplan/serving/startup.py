@@ -69,6 +69,7 @@ def start_executor(
         activation_reserve=plan.planned_bytes("activation_reserve"),
         decode=PhaseSetup.from_plan(plan.decode),
         prefill=PhaseSetup.from_plan(plan.prefill),
+        products=plan.products,
         debug_graphs=debug.graphs,
     )
     executor = build(model, preflight.spec, config, graphs, ledger.book, progress)

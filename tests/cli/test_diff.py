@@ -14,7 +14,7 @@ from formats.measurements import SizeTiming, Timing
 from formats.plan import Choice, Plan, Receipt, Workload
 from formats.plan_id import plan_id
 from tests.cli.command import gplan
-from tests.formats.plans import CPU, make_bucket, make_phase, make_plan
+from tests.formats.plans import CPU, make_bucket, make_phase, make_plan, make_product
 
 replace = msgspec.structs.replace
 
@@ -48,6 +48,7 @@ DECISIONS = {
     "kernels": replace(make_plan(), kernels="flashinfer"),
     "dtype": replace(make_plan(), dtype="float32"),
     "model.config_digest": make_plan(model=replace(make_plan().model, config_digest="0" * 64)),
+    "products": make_plan(products=(make_product(),)),
     "locks": make_plan(choices=(Choice(field="dtype", value="bfloat16", basis="locked", reason="--dtype"),)),
 }
 
@@ -186,3 +187,21 @@ def test_times_of_other_sizes_are_evidence() -> None:
 
     (entry,) = compare(with_time(100), with_time(120)).evidence
     assert (entry.field, entry.note) == ("decode size 5 graph_us", "+20.0%")
+
+
+def test_products_differ_in_one_line() -> None:
+    a = make_plan(products=(make_product(8), make_product(16), make_product(32)))
+    b = make_plan(products=(make_product(16), make_product(32, algorithm="1f" * 64), make_product(48)))
+    (entry,) = compare(a, b).decisions
+    assert (entry.field, entry.a, entry.b) == ("products", 3, 3)
+    assert entry.note == "1 given back to the library, 1 new, 1 by another algorithm"
+
+
+def test_times_of_a_product_are_evidence_where_the_algorithm_is_the_same() -> None:
+    slower = Timing(median_us=19.0, spread_us=0.1, runs=6)
+    a, b = (make_plan(products=(make_product(32, adds=True, **fields),)) for fields in ({}, {"chosen": slower}))
+    comparison = compare(a, b)
+    assert comparison.a == comparison.b
+    assert [(entry.field, entry.note) for entry in comparison.evidence] == [
+        ("product 32 x 4096 x 4096 added chosen_us", "+5.6%")
+    ]

@@ -12,11 +12,11 @@ from cli.drawing import draw_ladder
 from cli.page import plan_page
 from cli.views import PlanView, view_plan
 from formats.container import write_plan
-from formats.plan import Receipt, Workload
+from formats.plan import Choice, Receipt, Workload
 from formats.plan_id import plan_id
 from gplan.units import format_size
 from tests.cli.command import gplan
-from tests.formats.plans import CUDA, make_bucket, make_phase, make_plan
+from tests.formats.plans import CUDA, make_bucket, make_phase, make_plan, make_product
 
 
 def page(why: bool = False, **fields: object) -> str:
@@ -83,6 +83,16 @@ def test_what_is_not_plain_is_said() -> None:
     ):
         assert expected in text
     assert "steps" not in text.replace("a step", "")
+
+
+def test_products_are_told_in_a_line_and_with_why_one_by_one() -> None:
+    reason = "1 of 12 shapes by another algorithm"
+    choice = Choice(field="products", value="1", basis="measured", reason=reason)
+    fields = {"products": (make_product(adds=True),), "choices": (choice,)}
+    assert re.search(rf"products +{reason}", page(**fields))
+    assert "4096 x 4096, added" not in page(**fields)
+    assert re.search(r"32 +4096 x 4096, added +20\.0 +0\.100 +18\.0 +0\.100 +-10\.0%", page(why=True, **fields))
+    assert "products" not in page()
 
 
 def test_json_is_the_same_struct(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ MACHINE: list[tuple[str, Any, Grade, bool, str]] = [
         "kernels_version: planned for 0.6.18, found 0.6.19; the same major and minor version, which is enough",
     ),
     ("prefill_kernel", "fa2", MUST, True, "prefill_kernel: planned for fa3, found fa2; must match"),
+    ("blas_version", "130102", MUST, True, "blas_version: planned for 130101, found 130102; must match"),
     ("device_count", 0, LEAST, True, "device_count: planned for 1, found 0; at least 1 are needed"),
     (
         "device_memory",
@@ -223,6 +224,7 @@ def test_all_differences_are_reported_at_once() -> None:
         "cuda",
         "kernels_version",
         "prefill_kernel",
+        "blas_version",
     }
 
 
@@ -266,7 +268,7 @@ def test_what_is_never_accepted(field: str) -> None:
 
 def test_another_model_is_never_accepted() -> None:
     text = {"tokenizer_digest", "chat_template_digest", "generation_digest"}
-    assert set(MODEL_GRADES) - {"source"} - text | {"device", "tp_size"} == NEVER_ACCEPTED
+    assert set(MODEL_GRADES) - {"source"} - text | {"device", "tp_size", "blas_version"} == NEVER_ACCEPTED
 
 
 @pytest.mark.parametrize("field", ["num_threads", "python", "source"])

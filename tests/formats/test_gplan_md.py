@@ -18,7 +18,7 @@ from formats.container import decode, encode
 from formats.drift import FINGERPRINT_GRADES, NEVER_ACCEPTED, Grade
 from formats.plan_id import plan_id
 from formats.record import Record
-from tests.formats.plans import CUDA, make_plan
+from tests.formats.plans import CUDA, make_plan, make_product
 
 PAGE = (Path(formats.__path__[0]) / "GPLAN.md").read_text()
 PARTS = [
@@ -68,13 +68,15 @@ def test_errors_of_the_page() -> None:
         assert issubclass(getattr(errors, name), errors.FormatError)
 
 
-@pytest.mark.parametrize("value", [make_plan(), make_plan(fingerprint=CUDA, prefill_backend="full")])
+@pytest.mark.parametrize(
+    "value", [make_plan(), make_plan(fingerprint=CUDA, prefill_backend="full", products=(make_product(),))]
+)
 def test_a_reader_written_from_the_page(value: plan.Plan) -> None:
     data = encode(value)
     assert data[:8] == bytes.fromhex("89 67 70 6c 61 6e 0d 0a")
     version, json_size, payload_size = (int.from_bytes(data[at : at + 4], "little") for at in (8, 12, 16))
     payload = data[52:]
-    assert (version, payload_size) == (2, len(payload))
+    assert (version, payload_size) == (3, len(payload))
     assert data[20:52] == hashlib.sha256(data[:20] + payload).digest()
     text = zstandard.ZstdDecompressor().decompress(payload)
     assert len(text) == json_size
@@ -83,7 +85,7 @@ def test_a_reader_written_from_the_page(value: plan.Plan) -> None:
     assert identify(found) == plan_id(decode(data))
 
 
-MATCHED = ("device", "device_name", "capability", "tp_size", "prefill_kernel")
+MATCHED = ("device", "device_name", "capability", "tp_size", "prefill_kernel", "blas_version")
 
 
 def identify(found: dict[str, Any]) -> str:
@@ -92,7 +94,7 @@ def identify(found: dict[str, Any]) -> str:
     for name in ("torch", "cuda", "kernels_version"):
         machine[name] = ".".join(found["fingerprint"][name].split(".")[:2])
     decisions = {
-        "format": 2,
+        "format": 3,
         "model": {name: value for name, value in found["model"].items() if name != "source"},
         "machine": machine,
         **{name: found[name] for name in ("kernels", "dtype", "limits", "num_kv_pages")},
@@ -104,6 +106,7 @@ def identify(found: dict[str, Any]) -> str:
             }
             for phase in (found["decode"], found["prefill"])
         ],
+        "products": [[each[name] for name in ("m", "n", "k", "adds", "algorithm")] for each in found["products"]],
         "locks": sorted([each["field"], each["value"]] for each in found["choices"] if each["basis"] == "locked"),
     }
     text = json.dumps(decisions, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

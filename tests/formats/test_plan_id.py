@@ -12,10 +12,10 @@ from formats.container import decode, encode
 from formats.measurements import Costs, Prediction, SizeTiming, Timing
 from formats.plan import Choice, LedgerRow, Plan, VariantNote
 from formats.plan_id import plan_id
-from tests.formats.plans import make_bucket, make_plan
+from tests.formats.plans import make_bucket, make_plan, make_product
 from tests.formats.test_validation import put
 
-PLAN = make_plan()
+PLAN = make_plan(products=(make_product(),))
 OTHER_TIME = Timing(median_us=1.0, spread_us=2.0, runs=3)
 LOCK = Choice(field="dtype", value="bfloat16", basis="locked", reason="--dtype was given")
 
@@ -54,6 +54,12 @@ DECISIONS: list[tuple[str, Any]] = [
     ("prefill.request_slots", 8),
     ("prefill.padding_cap", 0.5),
     ("prefill.eager_sizes", ((1, 1),)),
+    ("products", ()),
+    ("products[0].m", 33),
+    ("products[0].n", 1),
+    ("products[0].k", 1),
+    ("products[0].adds", True),
+    ("products[0].algorithm", "00" * 64),
     ("choices[1].value", "full"),
     ("choices[1].basis", "measured"),
     ("choices", (*PLAN.choices, LOCK)),
@@ -86,6 +92,8 @@ EVIDENCE: list[tuple[str, Any]] = [
     ("workload.prefill_steps", ()),
     ("regrets", ()),
     ("receipts", ()),
+    ("products[0].chosen", OTHER_TIME),
+    ("products[0].default", OTHER_TIME),
 ]
 
 
@@ -107,6 +115,8 @@ def test_every_field_is_a_decision_or_evidence() -> None:
     for part in ("model", "limits", "decode", "workload"):
         fields = {re.split(r"[.\[]", path)[1] for path, _ in DECISIONS + EVIDENCE if path.startswith(f"{part}.")}
         assert fields | {"phase", "max_size"} >= set(getattr(PLAN, part).__struct_fields__)
+    product = {path.rpartition(".")[2] for path, _ in DECISIONS + EVIDENCE if path.startswith("products[")}
+    assert product == set(make_product().__struct_fields__)
     bucket = {path.rpartition(".")[2] for path, _ in DECISIONS + EVIDENCE if "ladder[" in path}
     assert bucket == set(make_bucket(1).__struct_fields__)
 
@@ -116,10 +126,10 @@ def test_an_id_is_short_and_readable() -> None:
 
 
 def test_an_id_does_not_change_on_the_way_through_a_file() -> None:
-    plan = put("decode.padding_cap", 1)(PLAN)
+    plan = put("decode.padding_cap", 1)(make_plan())
     assert plan_id(decode(encode(plan))) == plan_id(plan) == plan_id(msgspec.structs.replace(plan))
 
 
 def test_an_id_is_the_same_for_ever() -> None:
     """Ids are compared across machines and versions: a change of this one is a change of the format."""
-    assert plan_id(PLAN) == "bahd-qjqj-48kx"
+    assert plan_id(PLAN) == "npc4-13gk-06nf"

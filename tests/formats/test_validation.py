@@ -16,7 +16,7 @@ from formats.measurements import Timing
 from formats.plan import LEDGER_ROWS, Choice, Plan, Receipt, Regret, Rejection, bucket_key
 from formats.validation import problems, validate
 from gplan.core import Phase, ShapeKey
-from tests.formats.plans import CPU, CUDA, make_bucket, make_ledger, make_phase, make_plan
+from tests.formats.plans import CPU, CUDA, make_bucket, make_ledger, make_phase, make_plan, make_product
 
 Change = Callable[[Plan], Plan]
 
@@ -47,6 +47,40 @@ TIMING = Timing(median_us=1.0, spread_us=0.1, runs=1)
 
 # what is changed, the path the error names, a part of its sentence
 CASES: dict[str, tuple[Change, str, str]] = {
+    "products of no library": (
+        put("products", (make_product(),)),
+        "products",
+        "fingerprint.blas_version does not say of what",
+    ),
+    "library of the reference kernels": (
+        put("fingerprint.blas_version", "130101"),
+        "fingerprint.blas_version",
+        "does not go with reference kernels",
+    ),
+    "product of more rows than a step": (put("products", (make_product(65),)), "products[0].m", "65 rows are outside"),
+    "product of no rows": (put("products", (make_product(0),)), "products[0].m", "0 rows are outside"),
+    "product of nothing": (put("products", (make_product(k=0),)), "products[0]", "no results or no columns"),
+    "products out of order": (
+        put("products", (make_product(32), make_product(16))),
+        "products[1]",
+        "does not follow",
+    ),
+    "product twice": (put("products", (make_product(), make_product())), "products[1]", "does not follow"),
+    "algorithm of another length": (
+        put("products", (make_product(algorithm="0f" * 63),)),
+        "products[0].algorithm",
+        "is not 64 bytes",
+    ),
+    "algorithm in capitals": (
+        put("products", (make_product(algorithm="0F" * 64),)),
+        "products[0].algorithm",
+        "is not 64 bytes",
+    ),
+    "product that is no faster": (
+        put("products", (make_product(chosen=make_product().default),)),
+        "products[0].chosen",
+        "no faster",
+    ),
     "ladder without its maximum": (put("decode.ladder", BUCKETS[:-1]), "decode.ladder", "lacks its maximum 8"),
     "prefill ladder without its maximum": (
         put("prefill.ladder", PLAN.prefill.ladder[:-1]),

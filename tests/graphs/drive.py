@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from formats.plan import BackendName, Limits
+from formats.plan import BackendName, Limits, ProductChoice
 from gplan.core import Phase, Request, SamplingParams, ShapeKey
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import ExecutorConfig, build
@@ -64,6 +64,7 @@ def make_executor(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     kernels: str = "reference",
+    products: tuple[ProductChoice, ...] = (),
     debug_graphs: bool = False,
 ) -> Executor:
     limits = limits or limits_of()
@@ -81,6 +82,7 @@ def make_executor(
         activation_reserve=1 << 20,
         decode=setup_of(Phase.DECODE, decode, decode_ladder, limits, variants=decode_variants, base=decode_base),
         prefill=setup_of(Phase.PREFILL, prefill, prefill_ladder, limits, variants=prefill_variants),
+        products=products,
         debug_graphs=debug_graphs,
     )
     executor = build(model, spec, config, graphs, lambda row, nbytes: None, lambda stage, done, total: None)

@@ -15,7 +15,7 @@ from gplan.errors import GplanError
 from gplan.planning.options import PlanOptions, format_buckets
 from gplan.planning.replan import replan
 from tests.cli.command import gplan
-from tests.formats.plans import CUDA, make_phase, make_plan
+from tests.formats.plans import CUDA, make_phase, make_plan, make_product
 
 OLD = make_plan(max_batch=16, chunk=128, max_len=256)
 SMALL = "closed:2,in=5-12,out=20-40"
@@ -51,6 +51,12 @@ def test_only_what_follows_from_traffic_changes() -> None:
     reasons = {choice.field: choice for choice in new.choices}
     assert plan_id(OLD) in reasons["decode.ladder"].reason
     assert reasons["decode.ladder"].value == "2,8,16"
+
+
+def test_products_stay_with_the_times_that_were_measured_with_them() -> None:
+    old = make_plan(max_batch=16, chunk=128, max_len=256, fingerprint=CUDA, products=(make_product(16),))
+    new = for_traffic(old=old, startup_budget_s=0.1)
+    assert decode(encode(new)).products == old.products
 
 
 def test_the_same_traffic_gives_the_same_plan() -> None:

@@ -46,6 +46,10 @@ class Segment(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors outside the graph pool that the segment is known to refer to (the tape knows them; CUDA does not)."""
 
+    @abstractmethod
+    def reset(self) -> None:
+        """Gives back what the device holds for it. Replaying it again raises CaptureError."""
+
 
 class Stopwatch(ABC):
     """Device time of what is launched between its making and `stop`."""

@@ -180,15 +180,21 @@ class TapeSegment(Segment):
 
     def __init__(self, device: TapeDevice, calls: list[Call], outside: dict[int, tuple[str, Tensor]]) -> None:
         self._device, self._calls, self._outside = device, tuple(calls), tuple(outside.values())
+        self._is_reset = False
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def replay(self) -> None:
         self._device.check_open()
+        if self._is_reset:
+            raise CaptureError("a segment replayed after it was reset", "Record it again.")
         with torch.inference_mode():
             for call in self._calls:
                 call()
+
+    def reset(self) -> None:
+        self._calls, self._outside, self._is_reset = (), (), True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._outside)

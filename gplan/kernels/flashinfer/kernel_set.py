@@ -11,15 +11,18 @@ from torch.nn import functional
 
 from gplan.errors import UnsupportedError
 from gplan.kernels.base import Attention, Kernels, KernelShape, QKNorm, SamplingInputs
+from gplan.kernels.flashinfer import cublaslt
+from gplan.kernels.flashinfer.cublaslt import CublasLt
 from gplan.kernels.flashinfer.decode_attention import DecodeAttention, DecodeLists
 from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rms_norm, silu_mul
-from gplan.kernels.flashinfer.gemm_rules import choose
+from gplan.kernels.flashinfer.gemm_rules import Product, choose
 from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
 from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
 from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
 from gplan.kernels.flashinfer.sampling import argmax, mask_tokens, penalise, sample
 from gplan.kernels.flashinfer.workspace import Workspace
+from gplan.kernels.products import Algorithms, LibraryProduct, ProductLibrary, ProductShape
 from gplan.kernels.reference import TraceableKernels
 
 HEAD_DIMS = (64, 128, 256)
@@ -29,23 +32,26 @@ class FlashInferKernels(Kernels):
     """Operators on an NVIDIA GPU in bfloat16 or float16.
 
     Products of few rows are in Triton where that is faster (`gemm_rules`), with what surrounds them folded in; the
-    others are cuBLAS's. Prefill attention and norms of very wide rows are FlashInfer's; decode attention, other norms,
-    activations, what stands between projection and attention, and sampling are in Triton.
+    others are cuBLAS's, by the algorithm that the plan names for their shape, else by cuBLAS' own choice. Prefill
+    attention and norms of very wide rows are FlashInfer's; decode attention, other norms, activations, what stands
+    between projection and attention, and sampling are in Triton.
 
     Raises:
         UnsupportedError: another dtype, or heads of another size than FlashInfer has kernels for.
+        GplanError: an algorithm that cuBLASLt refuses.
     """
 
     name: ClassVar[str] = "flashinfer"
 
-    def __init__(self, shape: KernelShape) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: KernelShape, algorithms: Algorithms | None = None) -> None:
+        super().__init__(shape, algorithms)
         _check(shape)
         self._pdl = torch.cuda.get_device_capability(shape.device) >= (9, 0)
         self.workspace = Workspace(shape)
         self._decode_lists = DecodeLists(shape, self.workspace)
         self._prefill_lists = PrefillLists(shape, self.workspace)
         self._prefill_kernel = PrefillKernel(shape)
+        self.products = _products(algorithms or {}, shape)
 
     @staticmethod
     def workspace_nbytes(shape: KernelShape) -> int:
@@ -55,10 +61,28 @@ class FlashInferKernels(Kernels):
     def prefill_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> str:
         return load_prefill_module(dtype, head_dim, device)[0]
 
+    @staticmethod
+    def blas_version() -> str:
+        return cublaslt.version()
+
+    @staticmethod
+    def product_library(dtype: torch.dtype, device: torch.device) -> ProductLibrary | None:
+        return CublasLt(dtype, device) if cublaslt.version() else None
+
+    @staticmethod
+    def leaves_to_library(shape: ProductShape, *, gated: bool) -> bool:
+        results = shape.n // 2 if gated else shape.n
+        return choose(Product(shape.m, results, shape.k, gated)) is None
+
     def traceable(self) -> Kernels:
         return TraceableKernels(self.shape)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        product = None if bias is not None else self._product(x, weight, adds=False)
+        if product is not None:
+            out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+            product.run(x, weight, out, self.workspace.blas)
+            return out
         if out is None:
             return functional.linear(x, weight, bias)
         if bias is None:
@@ -112,7 +136,11 @@ class FlashInferKernels(Kernels):
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
         if self._multiply(Operands(x, weight, residual, bias=bias, add=True)):
             return
-        residual.addmm_(x, weight.t())
+        product = self._product(x, weight, adds=True)
+        if product is not None:
+            product.run(x, weight, residual, self.workspace.blas)
+        else:
+            residual.addmm_(x, weight.t())
         if bias is not None:
             residual.add_(bias)
 
@@ -162,12 +190,26 @@ class FlashInferKernels(Kernels):
     def apply_token_mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         mask_tokens(logits, rows, bits)
 
+    def _product(self, x: Tensor, weight: Tensor, *, adds: bool) -> LibraryProduct | None:
+        """What the plan has chosen for a product that is left to cuBLAS."""
+        if not self.products:
+            return None
+        n, k = weight.shape
+        return self.products.get(ProductShape(x.shape[0], n, k, adds))
+
     def _multiply(self, operands: Operands) -> bool:
         config = choose(operands.product)
         if config is None or not operands.x.is_contiguous():
             return False
         multiply(operands, config, self.workspace, pdl=self._pdl)
         return True
+
+
+def _products(algorithms: Algorithms, shape: KernelShape) -> dict[ProductShape, LibraryProduct]:
+    if not algorithms:
+        return {}
+    library = CublasLt(shape.dtype, shape.device)
+    return {product: library.product(product, algorithm) for product, algorithm in algorithms.items()}
 
 
 def _check(shape: KernelShape) -> None:

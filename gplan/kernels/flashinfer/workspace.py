@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gplan.kernels.base import KernelShape
+from gplan.kernels.flashinfer.cublaslt import WORKSPACE_BYTES
 from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 
 PARTIAL_FLOATS = 4 << 20
@@ -105,6 +106,7 @@ class Workspace:
         self.prefill_lists = self._tensors["prefill_lists"]
         self.prefill_partial = self._tensors["prefill_partial"]
         self.prefill_plan = self._tensors["prefill_plan"]
+        self.blas = self._tensors["blas"]
 
     @staticmethod
     def nbytes(shape: KernelShape) -> int:
@@ -124,6 +126,7 @@ def _layout(sizes: Sizes) -> dict[str, tuple[int, torch.dtype]]:
         "prefill_lists": (sizes.prefill_lists, torch.int32),
         "prefill_partial": (sizes.prefill_partial_bytes, torch.uint8),
         "prefill_plan": (sizes.prefill_plan_bytes, torch.uint8),
+        "blas": (WORKSPACE_BYTES, torch.uint8),
     }
 
 
