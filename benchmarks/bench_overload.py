@@ -5,9 +5,13 @@
 The peak is that of as many clients as the plan has rows, each asking again as soon as it is answered. Overload is an
 open loop: requests arrive at random times at `times` the peak's rate, whatever becomes of those before, half of them
 from one address and the others from three more; all of them read streams, and with `--timeout` give up after so many
-seconds. Cases: `peak` and `overload` with output tokens per second of complete answers (goodput) and the 50th and 99th
-percentiles of milliseconds between tokens, as clients saw them and, of the 99th, as the server sent them (clients of
-one process read late where that process is busy); `ratio`, which compares them, and the memory taken.
+seconds. Where there are two cores or more, the clients have the last to themselves and the server the others, at the
+peak as in overload: else what a load generator takes would count as what overload does.
+
+Cases: `cores`; `peak` and `overload` with output tokens per second of complete answers (goodput), the 50th and 99th
+percentiles of milliseconds between parts of an answer as clients saw them and, of the 99th, between tokens as the
+server sent them, and the share of a core that clients, HTTP process and engine took; `ratio`, which compares them,
+and the memory taken.
 """
 
 from __future__ import annotations
@@ -15,19 +19,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
-from benchmarks.clients import RefusedError, chunks, resident_mib
+from benchmarks.clients import cpu_seconds, resident_mib
+from benchmarks.light_client import LightClient
 from cli.local_server import LocalServer, local_server
 from formats.container import read_plan
 from formats.plan import Plan
@@ -67,43 +73,23 @@ class Load:
         self._rng = random.Random(seed)
         self._vocab_size, self._model = plan.model.vocab_size, model
         self._headers = {} if timeout is None else {"X-Request-Timeout": f"{timeout:g}"}
-        self._clients = {
-            address: httpx.AsyncClient(
-                base_url=server.url,
-                timeout=600,
-                trust_env=False,
-                transport=httpx.AsyncHTTPTransport(
-                    local_address=address, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-                ),
-            )
-            for address in ADDRESSES
-        }
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        self._clients = {address: LightClient(host, int(port), address) for address in ADDRESSES}
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for client in self._clients.values():
-            await client.aclose()
+            client.close()
 
     async def one(self, seen: Seen, began: float) -> None:
         """One request, streamed."""
         rng = self._rng
         prompt = [rng.randrange(self._vocab_size) for _ in range(rng.randint(*PROMPT))]
         body = {"model": self._model, "prompt": prompt, "max_tokens": rng.randint(*OUTPUT), "ignore_eos": True}
-        last, tokens, client = 0.0, 0, self._clients[rng.choice(ADDRESSES)]
-        body |= {"temperature": 0, "stream_options": {"include_usage": True}}
-        try:
-            async for event in chunks(client, "/v1/completions", body, **self._headers):
-                now = time.perf_counter()
-                if event["usage"] is not None:
-                    tokens = event["usage"]["completion_tokens"]
-                    continue
-                if last:
-                    seen.gaps.append(now - last)
-                last = now
-        except RefusedError as error:
-            seen.outcomes[str(error.code)] += 1
-            return
-        seen.outcomes["complete"] += 1
-        seen.ends.append((time.perf_counter() - began, tokens))
+        reply = await self._clients[rng.choice(ADDRESSES)].stream(body | {"temperature": 0}, **self._headers)
+        seen.gaps += [after - before for before, after in pairwise(reply.arrivals)]
+        seen.outcomes[reply.code or "complete"] += 1
+        if not reply.code:
+            seen.ends.append((time.perf_counter() - began, reply.tokens))
 
     async def closed(self, clients: int, seconds: float) -> Seen:
         """As many clients, each with one request at a time."""
@@ -159,20 +145,44 @@ def percentile_ms(before: dict[float, float], after: dict[float, float], share: 
     return 0.0
 
 
+def part_cores() -> dict[str, list[int]]:
+    """Gives this process, and what it starts from now on, all cores but the last; returns who is to have which."""
+    cores = sorted(os.sched_getaffinity(0))
+    parts = {"generator": cores[-1:], "server": cores[:-1] or cores}
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(parts["server"])))
+    os.sched_setaffinity(0, parts["server"])
+    return parts
+
+
+class Meter:
+    """What tokens and processor took since it was last read."""
+
+    def __init__(self, server: LocalServer) -> None:
+        self._server = server
+        self._read()
+
+    def _read(self) -> None:
+        self._at, self._sent, self._cpu = time.perf_counter(), sent_gaps(self._server), cpu_seconds(self._server)
+
+    def summary(self) -> dict[str, Any]:
+        at, sent, cpu = self._at, self._sent, self._cpu
+        self._read()
+        shares = {name: round((self._cpu[name] - cpu[name]) / (self._at - at), 3) for name in cpu}
+        return {"sent_gap_p99_ms": percentile_ms(sent, self._sent, 0.99), "cpu": shares}
+
+
 async def measure(server: LocalServer, plan: Plan, arguments: argparse.Namespace) -> None:
     load = Load(server, plan, server.model_name(), arguments.timeout, arguments.seed)
     rows, warm = plan.limits.max_batch, arguments.seconds / 10
     await load.closed(rows, warm)
-    counts = [sent_gaps(server)]
+    meter = Meter(server)
     peak = await load.closed(rows, arguments.seconds)
     rate = sum(1 for at, _ in peak.ends if at < arguments.seconds) / arguments.seconds
-    counts.append(sent_gaps(server))
-    at_peak = peak.summary(arguments.seconds, warm) | {"sent_gap_p99_ms": percentile_ms(*counts, 0.99)}
+    at_peak = peak.summary(arguments.seconds, warm) | meter.summary()
     print(json.dumps({"case": "peak", "requests_per_s": round(rate, 2)} | at_peak), flush=True)
     memory: list[list[float]] = []
     seen = await load.open(arguments.times * rate, arguments.seconds, memory, server)
-    counts = [counts[-1], sent_gaps(server)]
-    over = seen.summary(arguments.seconds, warm) | {"sent_gap_p99_ms": percentile_ms(*counts, 0.99)}
+    over = seen.summary(arguments.seconds, warm) | meter.summary()
     print(json.dumps({"case": "overload", "requests_per_s": round(arguments.times * rate, 2)} | over), flush=True)
     third = max(1, len(memory) // 3)
     growth = [round(b - a, 1) for a, b in zip(memory[third], memory[-1], strict=True)]
@@ -185,7 +195,7 @@ async def measure(server: LocalServer, plan: Plan, arguments: argparse.Namespace
         "growth_mib": growth,
     }
     print(json.dumps(ratio), flush=True)
-    await load.close()
+    load.close()
 
 
 def main() -> None:
@@ -198,7 +208,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     log = Path(tempfile.mkdtemp()) / "serve.log"
+    cores = part_cores()
+    print(json.dumps({"case": "cores"} | cores), flush=True)
     with local_server((arguments.plan, "--checkpoint", arguments.checkpoint), log) as server:
+        os.sched_setaffinity(0, cores["generator"])
         asyncio.run(measure(server, read_plan(arguments.plan), arguments))
 
 

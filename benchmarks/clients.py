@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,10 +86,22 @@ def join(choices: dict[int, Choice], event: dict[str, Any]) -> None:
 
 def resident_mib(server: LocalServer) -> list[float]:
     """MiB of memory that the server's process and its engine's hold."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (pid, *children)]
+    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _processes(server)]
     return [count * PAGE_BYTES / 2**20 for count in pages]
+
+
+def cpu_seconds(server: LocalServer) -> dict[str, float]:
+    """What this process, the server's and its engine's have computed so far."""
+    found = {}
+    for name, pid in zip(("generator", "http", "engine"), (os.getpid(), *_processes(server)), strict=True):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _processes(server: LocalServer) -> tuple[int, ...]:
+    pid = server.process.pid
+    return pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
 def _choice(part: dict[str, Any]) -> Choice:
