@@ -19,6 +19,7 @@ from formats.openai import (
     CompletionRequest,
     SamplingRequest,
 )
+from formats.tokenizing import DetokenizeRequest, TokenizeRequest
 
 MAX_SEQUENCES = 256
 """Prompts times answers of one request at most."""
@@ -43,10 +44,12 @@ _REFUSED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, with the values beside null that would not."""
 
-RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -94,7 +97,23 @@ def decode_chat(body: bytes) -> ChatCompletionRequest:
     return request
 
 
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    """Reads the body of `POST /tokenize`.
+
+    Raises:
+        BadRequestError: names the first parameter that is wrong.
+    """
+    return _decode(_TOKENIZE, body)
+
+
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
+    """Reads the body of `POST /detokenize`. Raises as `decode_tokenize`."""
+    return _decode(_DETOKENIZE, body)
+
+
 def _decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
+    if not body:
+        raise BadRequestError("the body is empty; it must be a JSON object", code="invalid_json")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -119,6 +119,7 @@ async def _answer(
             timeout_keep_alive=30,
             timeout_graceful_shutdown=LAST_BYTES_S,
             http=Connection,
+            ws="none",
         )
     )
     running = asyncio.create_task(server.serve(sockets=[listener]))

@@ -19,7 +19,15 @@ _HIDDEN_BY_A_CUT = 64
 
 
 class TemplateRefusalError(Exception):
-    """The chat template cannot be applied to these messages or arguments; says why."""
+    """The chat template cannot be applied to these messages or arguments; says why.
+
+    Attributes:
+        param: what is refused.
+    """
+
+    def __init__(self, why: str, param: str = "messages") -> None:
+        super().__init__(why)
+        self.param = param
 
 
 class TooManyTokensError(Exception):
@@ -56,9 +64,8 @@ class ServedTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocabulary = Vocabulary(self._backend)
-        self._own_arguments = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {
-            "messages"
-        }
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        self._own_arguments = frozenset(own) | {"messages", "self"}
         self._check_template(folder)
 
     @property
@@ -115,7 +122,8 @@ class ServedTokenizer:
         """
         for name in template_arguments:
             if name in self._own_arguments:
-                raise TemplateRefusalError(f"chat_template_kwargs: {name} cannot be set by a request")
+                why = f"chat_template_kwargs: {name} cannot be set by a request"
+                raise TemplateRefusalError(why, "chat_template_kwargs")
         text = self.render_chat(messages, add_generation_prompt, tools, template_arguments)
         return self.encode_at_most(text, limit, add_special_tokens=False)
 

@@ -252,10 +252,9 @@ def test_concurrent_answers_do_not_mix(server: Live, expected: dict[str, list[in
         assert all(pool.map(one, range(24)))
 
 
-def test_curl_style_request(server: Live) -> None:
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", ""])
+def test_curl_style_request(server: Live, kind: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 2})
-    answer = server.post(
-        "/v1/completions", content=body.encode(), headers={"Content-Type": "application/json; charset=utf-8"}
-    )
+    answer = server.post("/v1/completions", content=body.encode(), headers={"Content-Type": kind})
     assert answer.status_code == 200
     assert answer.headers["x-request-id"]

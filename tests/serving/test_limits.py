@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from gplan.core import SamplingParams
 from gplan.serving.generation import AnswerGivenUpError, Generation, Job
-from gplan.serving.http.connection import MAX_HEAD_BYTES, Connection, give_up_silent_peers
+from gplan.serving.http.connection import MAX_HEAD_BYTES, MAX_UNREAD_BYTES, Connection, give_up_silent_peers
 from gplan.serving.http.errors import ApiError
 from gplan.serving.http.jobs import MAX_SCORES, check_scores
 from gplan.serving.http.seats import CROWD_SHARE, Seat, Seats
@@ -198,7 +198,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Hasty(Connection):
-    head_within_s = 0.3
+    head_within_s = rest_within_s = 0.3
 
 
 @asynccontextmanager
@@ -207,7 +207,9 @@ async def listening(app: App, *, read_within_s: int | None = None) -> AsyncItera
         if read_within_s is not None:
             give_up_silent_peers(listener, read_within_s)
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=Hasty, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, http=Hasty, ws="none", log_config=None, lifespan="off", timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server._serve(sockets=[listener]))
         while not server.started:
@@ -237,8 +239,12 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n"
         (REQUEST, b"HTTP/1.1 408"),
         (b"", b"HTTP/1.1 408"),
         (REQUEST + b"\r\n" + REQUEST, b"HTTP/1.1 200 OK.*HTTP/1.1 408"),
+        (b"\x16\x03\x01 no HTTP", b"HTTP/1.1 400.*application/json"),
     ],
-    ids=["whole", "one long header", "many headers", "long line", "unfinished", "nothing", "second unfinished"],
+    ids=[
+        *("whole", "one long header", "many headers", "long line", "unfinished", "nothing", "second unfinished"),
+        "not HTTP",
+    ],
 )
 def test_heads_of_requests_are_bounded(head: bytes, answer: bytes) -> None:
     async def run() -> bytes:
@@ -258,6 +264,99 @@ def test_heads_of_requests_are_bounded(head: bytes, answer: bytes) -> None:
     first, *rest = answer.split(b".*")
     assert received.startswith(first) or (not received and b"431" in answer)
     assert all(part in received for part in rest)
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the names of the headers, and the body."""
+    body, more = b" ".join(name for name, _ in scope["headers"]) + b"|", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def slowly(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(40):
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        await asyncio.sleep(0.02)
+    await send({"type": "http.response.body", "body": b"end"})
+
+
+def exchange(app: App, *parts: bytes, until: bytes = b"\0") -> bytes:
+    """What the server sends when it is sent `parts`, one after another: until it ends the connection or sends
+    `until`."""
+
+    async def run() -> bytes:
+        received = b""
+        async with listening(app) as address:
+            reader, writer = await asyncio.open_connection(*address)
+
+            async def send() -> None:
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+            sending = asyncio.create_task(send())
+            with suppress(ConnectionResetError):
+                while until not in received and (part := await asyncio.wait_for(reader.read(65536), 5)):
+                    received += part
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            writer.close()
+        return received
+
+    return asyncio.run(run())
+
+
+POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("more", [b"GET", b"\0\0\0\0", REQUEST + b"X: " + b"y" * 400_000])
+def test_what_a_client_sends_meanwhile_never_becomes_part_of_an_answer(more: bytes) -> None:
+    received = exchange(slowly, REQUEST + b"\r\n", more)
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"part" in received
+    assert received.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 4\r\n\r\nbody", b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("cut", [0, 3])
+def test_who_asks_for_another_protocol_is_answered_in_this_one(framing: bytes, cut: int) -> None:
+    """Clients that prefer HTTP/2 ask for it with their first request, and send its body nevertheless."""
+    whole = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQA\r\n" + framing
+    first = exchange(echo, whole[: len(whole) - cut], whole[len(whole) - cut :], until=b"|body")
+    assert first.endswith(b"|body")
+    both = exchange(echo, whole + POST + b"Content-Length: 6\r\n\r\nsecond", until=b"|second")
+    assert both.count(b"HTTP/1.1 200") == 2
+    websocket = REQUEST + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n\r\n"
+    assert exchange(hello, websocket, until=b"hi").startswith(b"HTTP/1.1 200")
+
+
+def test_line_breaks_keep_no_connection() -> None:
+    received = exchange(hello, REQUEST + b"\r\n", *[b"\r\n"] * 20)
+    assert received.count(b"HTTP/1.1 200") == received.count(b"HTTP/1.1 408") == 1
+
+
+def test_headers_behind_a_body_are_not_used_and_bounded() -> None:
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n"
+    few = exchange(echo, chunked + b"Authorization: x\r\n\r\n", until=b"|body")
+    assert few.endswith(b"\r\n\r\nhost transfer-encoding|body")
+    many = exchange(echo, chunked, b"X: " + b"y" * (MAX_HEAD_BYTES + 400_000))
+    assert many.startswith(b"HTTP/1.1 431") or not many
+
+
+def test_a_body_that_nobody_reads_any_more_is_bounded() -> None:
+    """In size and time; within that, the connection goes on."""
+    head = POST + b"Content-Length: %d\r\n\r\n"
+    assert exchange(hello, head % (1 << 30), b"x" * (MAX_UNREAD_BYTES + (1 << 20))).count(b"HTTP/1.1 200") <= 1
+    assert exchange(hello, head % 100, *[b"x"] * 50).count(b"HTTP/1.1 200") == 1
+    whole = exchange(hello, head % 4, b"bo", b"dy" + REQUEST + b"X-Last: 1\r\n\r\n" + REQUEST + b"X: ")
+    assert whole.count(b"HTTP/1.1 200") == 2
 
 
 @pytest.mark.parametrize("read_within_s", [1, None])

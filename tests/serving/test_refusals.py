@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -129,6 +130,23 @@ def test_other_content_types(server: Live, kind: str) -> None:
     assert "application/json" in error["message"]
 
 
+def test_bodies_that_are_encoded(server: Live) -> None:
+    body = gzip.compress(json.dumps(COMPLETION).encode())
+    error = refused(server, "/v1/completions", status=415, content=body, headers={**JSON, "Content-Encoding": "gzip"})
+    assert "gzip" in error["message"]
+
+
+def test_an_empty_body_is_called_one(server: Live) -> None:
+    assert "empty" in refused(server, "/v1/completions", content=b"", headers=JSON)["message"]
+
+
+def test_what_a_template_may_not_be_given(server: Live) -> None:
+    for name in ("self", "chat_template", "tokenize"):
+        error = refused(server, "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}})
+        assert error["param"] == "chat_template_kwargs"
+        assert "PreTrained" not in error["message"]
+
+
 def test_a_model_that_is_not_served(server: Live) -> None:
     error = refused(server, "/v1/completions", {**COMPLETION, "model": "gpt-" + "9" * 5000}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -136,8 +154,11 @@ def test_a_model_that_is_not_served(server: Live) -> None:
 
 
 def test_unknown_paths_and_methods(server: Live) -> None:
-    refused_get(server, "/v1/completions", 405)
+    assert "POST" in refused_get(server, "/v1/completions", 405)["message"]
+    assert server.get("/v1/completions").headers["allow"] == "POST"
     refused_get(server, "/v2/anything", 404)
+    assert len(refused_get(server, "/" + "y" * 20_000, 404)["message"]) < 200
+    refused(server, "/v1/completions/", COMPLETION, 404)  # and no redirect to wherever Host says
     refused_get(server, "/../../etc/passwd", 404)
 
 
@@ -174,8 +195,10 @@ def test_long_headers(server: Live) -> None:
 
 
 def test_tokenize_and_detokenize_refuse_too(server: Live) -> None:
-    refused(server, "/tokenize", {"text": "hello"})
-    refused(server, "/tokenize", {"prompt": 5})
-    refused(server, "/detokenize", {"tokens": [VOCAB_SIZE]})
-    refused(server, "/detokenize", {"tokens": [-1]})
-    refused(server, "/detokenize", {"tokens": "abc"})
+    assert refused(server, "/tokenize", {"text": "hello"})["param"] in ("text", "prompt")
+    assert refused(server, "/tokenize", {"prompt": 5})["param"] == "prompt"
+    refused(server, "/tokenize", {"prompt": "hello", "model": "other"}, 404)
+    refused(server, "/detokenize", {"tokens": [1], "model": "other"}, 404)
+    for wrong in ([VOCAB_SIZE], [-1], [10**30]):
+        assert refused(server, "/detokenize", {"tokens": wrong})["code"] == "invalid_token_id"
+    assert refused(server, "/detokenize", {"tokens": [1, "abc"]})["param"] == "tokens[1]"

@@ -9,16 +9,18 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from formats.explain import shorten
 from formats.openai import ModelCard, ModelList
+from formats.openai_rules import decode_detokenize, decode_tokenize
 from formats.plan import PhasePlan, bucket_key
 from gplan.serving.client import EngineDiedError
 from gplan.serving.http.bodies import decode_body
@@ -28,8 +30,6 @@ from gplan.serving.http.errors import ApiError
 from gplan.serving.http.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-
-T = TypeVar("T")
 
 log = logging.getLogger("gplan.http")
 
@@ -52,6 +52,8 @@ def make_app(service: Service) -> Callable[[Scope, Receive, Send], Awaitable[Non
         _route(service, "/server_info", _server_info, "GET"),
     ]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
+    # A redirect would send the client to wherever it says in Host that it is.
+    app.router.redirect_slashes = False
     return _Observed(app, service)
 
 
@@ -76,24 +78,34 @@ class _Observed:
                 message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
             await send(message)
 
-        refusal = self._refusal(scope, headers)
         try:
-            await (self._app if refusal is None else refusal.response())(scope, receive, send_with_id)
+            self._check(scope, headers)
+        except ApiError as refusal:
+            await refusal(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
         finally:
             self._note(scope, status, request_id, time.monotonic() - started)
 
-    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError | None:
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """What can be told before anything else is done for a request.
+
+        Raises:
+            ApiError: 431, 401, or as `Service.refuse_early`.
+        """
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return ApiError(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
-        key = self._service.api_key
-        if key is None or scope["path"] == "/health":
-            return None
+            raise ApiError(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
+        if self._service.api_key is not None and scope["path"] != "/health":
+            self._check_key(self._service.api_key, headers)
+        if scope["path"] in _ANSWERING and scope["method"] == "POST":
+            self._service.refuse_early(scope)
+
+    def _check_key(self, key: str, headers: Mapping[bytes, bytes]) -> None:
         # Of digests, so that not even the key's length shows in the time it takes.
         given = sha256(headers.get(b"authorization", b"")).digest()
         wanted = sha256(b"Bearer " + key.encode()).digest()
-        if hmac.compare_digest(given, wanted):
-            return None
-        return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if not hmac.compare_digest(given, wanted):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _note(self, scope: Scope, status: int, request_id: bytes, seconds: float) -> None:
         path = scope["path"]
@@ -110,7 +122,8 @@ class _Observed:
             log.info(msgspec.json.encode(line).decode())
 
 
-_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize"})
+_ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
+_COUNTED = _ANSWERING | {"/v1/models", "/tokenize", "/detokenize"}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -121,30 +134,32 @@ def _request_id(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 def _route(service: Service, path: str, handler: Handler, method: str) -> Route:
-    async def endpoint(request: Request) -> Response:
+    async def endpoint(request: Request) -> ASGIApp:
         try:
             return await handler(service, request)
         except ApiError as error:
-            return error.response()
+            return error
         except EngineDiedError as error:
-            return ApiError(503, error.message, code="engine_down").response()
+            return ApiError(503, error.message, code="engine_down")
 
     return Route(path, endpoint, methods=[method])
 
 
-async def _our_bug(request: Request, error: Exception) -> Response:
-    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error").response()
+async def _our_bug(request: Request, error: Exception) -> ASGIApp:
+    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    return ApiError(404, f"there is no {request.url.path} here", code="unknown_url").response()
+async def _no_such_path(request: Request, error: Exception) -> ASGIApp:
+    return ApiError(404, f"there is no {shorten(request.scope['path'])} here", code="unknown_url")
 
 
-async def _wrong_method(request: Request, error: Exception) -> Response:
-    return ApiError(405, f"{request.url.path} does not take {request.method}", code="method_not_allowed").response()
+async def _wrong_method(request: Request, error: Exception) -> ASGIApp:
+    allow = (getattr(error, "headers", None) or {}).get("Allow")
+    what = f"{request.scope['path']} takes {allow}, not {request.method}"
+    return ApiError(405, what, code="method_not_allowed", allow=allow)
 
 
-_HANDLERS = {404: _no_such_path, 405: _wrong_method, Exception: _our_bug}
+_HANDLERS: Any = {404: _no_such_path, 405: _wrong_method, Exception: _our_bug}
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -167,37 +182,23 @@ async def _model(service: Service, request: Request) -> Response:
     return _json(_card(service))
 
 
-class _TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    prompt: str
-    model: str | None = None
-    add_special_tokens: bool = True
-
-
-class _DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tokens: list[int]
-    model: str | None = None
-
-
 async def _tokenize(service: Service, request: Request) -> Response:
-    body = await decode_body(request, lambda data: _decode(_TokenizeRequest, data))
+    body = await decode_body(request, decode_tokenize)
+    service.check_model(body.model or service.model)
     tokens = await service.in_thread(service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
     return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.plan.limits.max_len})
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    body = await decode_body(request, lambda data: _decode(_DetokenizeRequest, data))
+    body = await decode_body(request, decode_detokenize)
+    service.check_model(body.model or service.model)
     vocab_size = service.plan.model.vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise ApiError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", param="tokens")
+        raise ApiError(
+            400, f"token id {wrong} is outside the vocabulary of {vocab_size}", param="tokens", code="invalid_token_id"
+        )
     return _json({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
-
-
-def _decode(kind: type[T], data: bytes) -> T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, str(error)) from None
 
 
 # State --------------------------------------------------------------------------------------------------------------

@@ -23,9 +23,7 @@ async def decode_body(request: Request, decode: Callable[[bytes], R]) -> R:
     Raises:
         ApiError: 400 with the parameter that is wrong, 408, 413, or 415.
     """
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"the body must be application/json, not {kind[:100]}", code="unsupported_media_type")
+    _check_headers(request)
     try:
         body = await asyncio.wait_for(_read_body(request), BODY_WITHIN_S)
     except TimeoutError:
@@ -37,6 +35,15 @@ async def decode_body(request: Request, decode: Callable[[bytes], R]) -> R:
     except FormatError as error:
         code = getattr(error, "code", None)
         raise ApiError(400, error.message, param=error.path or None, code=code) from None
+
+
+def _check_headers(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind not in ("", "application/json"):
+        raise ApiError(415, f"the body must be application/json, not {kind[:100]}", code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(415, f"the body must not be encoded: {encoding[:100]}", code="unsupported_content_encoding")
 
 
 async def _read_body(request: Request) -> bytes:

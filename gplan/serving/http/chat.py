@@ -45,7 +45,6 @@ class _Reply:
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    service.refuse_early(request)
     body = await decode_body(request, decode_chat)
     service.check_model(body.model)
     if not service.tokenizer.has_chat_template:
@@ -73,7 +72,7 @@ def _jobs(service: Service, body: ChatCompletionRequest) -> tuple[Guidance, list
             tools=[_for_template(tool) for tool in tools or ()],
         )
     except TemplateRefusalError as error:
-        raise ApiError(400, str(error), param="messages") from None
+        raise ApiError(400, str(error), param=error.param) from None
     except TooManyTokensError as error:
         raise service.jobs.too_long(f"the messages have more than {error.count} tokens", "messages") from None
     jobs = service.jobs.make(

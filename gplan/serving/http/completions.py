@@ -64,7 +64,6 @@ class _Reply:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    service.refuse_early(request)
     body = await decode_body(request, decode_completion)
     service.check_model(body.model)
     best_of = body.best_of or body.n or 1

@@ -1,4 +1,5 @@
-"""One client's connection: how long and how large the head of a request may be, and when a silent peer is given up.
+"""One client's connection: how long and how large what it sends may be beside the bodies that are read, what it may ask
+of the protocol, and when a silent peer is given up.
 
 The server's parser keeps what it has of a head for as long as the client likes; this bounds both. Bodies are bounded
 where they are read (`bodies`), answers where they are made (`generation`).
@@ -10,27 +11,36 @@ import asyncio
 import socket
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
-"""Bytes of request line and headers, beside those that came with the first, after which no more is read. A whole head
-of that length is refused, too: see `app.MAX_HEADER_BYTES`."""
+"""Bytes of request line and headers, beside those that came with the first, after which no more is read; the same of
+what stands between and behind the pieces of a body. A whole head of that length is refused, too: see
+`app.MAX_HEADER_BYTES`."""
 
 HEAD_WITHIN_S = 30.0
 """How long a client may take over the head of a request, or to send the first one."""
+
+MAX_UNREAD_BYTES, REST_WITHIN_S = 64 << 20, 60.0
+"""What a client may go on to send of a body that nobody reads any more, because its request was refused, and for how
+long: clients that send all before they read should still see why. Then the connection ends; within that, it goes on."""
 
 READ_WITHIN_S = 30
 """How long a client may leave what was sent to it unread, once the buffers between are full."""
 
 _PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 30, 10, 3
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's protocol with bounded heads. Refusals close the connection."""
+    """Uvicorn's protocol with bounds, and with one protocol only. Refusals close the connection."""
 
     head_within_s = HEAD_WITHIN_S
-    _head_bytes = 0
-    _in_head = True
+    rest_within_s = REST_WITHIN_S
+    _head_bytes = _unread_bytes = 0
+    """Since the message or the last piece of its body began; of a body that nobody reads."""
+    _in_head, _in_body, _is_repeated = True, False, False
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -38,42 +48,105 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", b"the head of the request is too long")
+        self._parse(data)
+        if (self._in_head or self._in_body) and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", b"the request has too much beside its body")
+        elif not (self._in_head or self._in_body or self._is_busy):
+            self._expect_head()  # line breaks before a request
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(b"400 Bad Request", b"this is no HTTP request")
+
+    def _go_on_without(self, rest: bytes) -> None:
+        """The parser takes what follows on the head of a request that asks for another protocol for that protocol's.
+        Clients that would like HTTP/2 ask so, and send the body all the same: another parser goes on with it."""
+        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_repeated = self._in_body = self.cycle.more_body = True
+        self._parse(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        self._is_repeated = False
+        if rest:
+            self._parse(rest)
 
     def on_message_begin(self) -> None:
+        if self._is_repeated:
+            return
         self._head_bytes = 0
         self._expect_head()
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_repeated:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Headers that follow on a body are not used: what was decided by those before it stays decided."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._head_came()
+        if self._is_repeated:
+            return
+        self._stop_waiting()
+        self._in_head, self._in_body, self._unread_bytes = False, True, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+            if self._unread_bytes > MAX_UNREAD_BYTES:
+                self.transport.close()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        if not self._in_head:
+            self._stop_waiting()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and self.cycle.response_complete:
+            self._wait(self.rest_within_s, self.transport.close)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_head(self) -> None:
         self._in_head = True
-        if self._late is None:
-            late = b"408 Request Timeout", b"the head of the request came too slowly"
-            self._late = self.loop.call_later(self.head_within_s, self._refuse, *late)
+        late = b"408 Request Timeout", b"the head of the request came too slowly"
+        self._wait(self.head_within_s, self._refuse, *late)
 
-    def _head_came(self) -> None:
-        self._in_head = False
+    def _wait(self, seconds: float, then: Any, *arguments: bytes) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(seconds, then, *arguments)
+
+    def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
     def _refuse(self, status: bytes, why: bytes) -> None:
+        """Ends the connection, with a reason unless an answer is under way, which it would become part of."""
         if self.transport.is_closing():
             return
-        body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}' % why
-        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, len(body)) + body)
+        if not (self.pipeline or (self._is_busy and self.cycle.response_started)):
+            body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}' % why
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(body)) + body)
         self.transport.close()
 
 

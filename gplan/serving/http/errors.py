@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import msgspec
-from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from formats.openai import ErrorBody, ErrorResponse
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """A request that is answered with an error. It is an ASGI application, too: the one that answers with it, for next
+    to nothing, as under overload that is what most of them get.
 
     Args:
         retry_after_s: when to try again, for a 429 or 503.
+        allow: the methods that a path takes, for a 405.
     """
 
     def __init__(
@@ -23,14 +25,21 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.allow = retry_after_s, allow
 
-    def response(self) -> Response:
-        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        return Response(msgspec.json.encode(self.body()), self.status, headers, "application/json")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = msgspec.json.encode(self.body())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        if self.allow is not None:
+            headers.append((b"allow", self.allow.encode()))
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     def body(self) -> ErrorResponse:
         return ErrorResponse(error=ErrorBody(message=self.message, type=self._type, param=self.param, code=self.code))

@@ -58,7 +58,7 @@ class WholeAnswer(Response):
             except ClientGoneError:
                 return
             except (InterruptedAnswerError, AnswerGivenUpError) as error:
-                await _failed(error).response()(scope, receive, send)
+                await _failed(error)(scope, receive, send)
                 return
         response = Response(_encoder.encode(self._write(answers)), media_type="application/json")
         await response(scope, receive, send)

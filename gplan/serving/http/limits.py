@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 
-from starlette.requests import Request
+from starlette.types import Scope
 
 from gplan.serving.http.errors import ApiError
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+_TIMEOUT_HEADER = TIMEOUT_HEADER.lower().encode()
 
 
-def client_of(request: Request) -> str:
+def client_of(scope: Scope) -> str:
     """Whose turns in the queue a request takes: the address it came from. What a client says of itself is not asked:
     it could be another with every request."""
-    return request.client.host if request.client is not None else ""
+    client = scope.get("client")
+    return str(client[0]) if client is not None else ""
 
 
-def time_limit_of(request: Request, longest_s: float) -> float:
+def time_limit_of(scope: Scope, longest_s: float) -> float:
     """Seconds that a request may take.
 
     Args:
@@ -26,9 +28,10 @@ def time_limit_of(request: Request, longest_s: float) -> float:
     Raises:
         ApiError: 400; the header is no number of seconds, or more than the server allows.
     """
-    given = request.headers.get(TIMEOUT_HEADER)
-    if given is None:
+    found = next((value for name, value in scope["headers"] if name == _TIMEOUT_HEADER), None)
+    if found is None:
         return longest_s
+    given = found.decode("latin-1")
     try:
         seconds = float(given)
     except ValueError:

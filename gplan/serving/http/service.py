@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from formats.openai_rules import MAX_SEQUENCES
 from formats.plan import Plan
@@ -87,15 +88,15 @@ class Service:
         if why:
             raise ApiError(400, f"{param} is not available here: {why}", param=param, code="unsupported_parameter")
 
-    def refuse_early(self, request: Request) -> None:
-        """Refuses, before its body is read, a request that could not be let in whatever it asks for.
+    def refuse_early(self, scope: Scope) -> None:
+        """Refuses, before its body is read, a request for answers that could not be let in whatever it asks for.
 
         Raises:
             ApiError: as `admit`; 400 for a time limit that is none.
         """
         self._check_open()
-        deadline = time.monotonic() + time_limit_of(request, self.request_timeout_s)
-        self.seats.check(1, client_of(request), deadline)
+        deadline = time.monotonic() + time_limit_of(scope, self.request_timeout_s)
+        self.seats.check(1, client_of(scope), deadline)
 
     def admit(self, request: Request, num_answers: int) -> Seat:
         """Lets a request in; its time runs from now. Its seat is given back by its generation, or by whoever does not
@@ -105,8 +106,8 @@ class Service:
             ApiError: 503 while draining or without an engine, 429 where the queue is full.
         """
         self._check_open()
-        deadline = time.monotonic() + time_limit_of(request, self.request_timeout_s)
-        return self.seats.take(num_answers, client_of(request), deadline)
+        deadline = time.monotonic() + time_limit_of(request.scope, self.request_timeout_s)
+        return self.seats.take(num_answers, client_of(request.scope), deadline)
 
     def _check_open(self) -> None:
         if self.is_draining:
