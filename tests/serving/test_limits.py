@@ -337,6 +337,27 @@ def test_who_asks_for_another_protocol_is_answered_in_this_one(framing: bytes, c
     assert exchange(hello, websocket, until=b"hi").startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_client_that_goes_is_noticed_whatever_it_asked_before_it_went(count: int) -> None:
+    """Also where more of its requests wait behind the one that is answered."""
+    gone = asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    async def run() -> None:
+        async with listening(waits) as address:
+            _, writer = await asyncio.open_connection(*address)
+            writer.write((REQUEST + b"\r\n") * count)
+            await asyncio.sleep(0.05)
+            writer.close()
+            await asyncio.wait_for(gone.wait(), 5)
+
+    asyncio.run(run())
+
+
 def test_line_breaks_keep_no_connection() -> None:
     received = exchange(hello, REQUEST + b"\r\n", *[b"\r\n"] * 20)
     assert received.count(b"HTTP/1.1 200") == received.count(b"HTTP/1.1 408") == 1

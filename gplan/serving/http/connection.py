@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
 """Bytes of request line and headers, beside those that came with the first, after which no more is read; the same of
@@ -25,6 +25,10 @@ HEAD_WITHIN_S = 30.0
 MAX_UNREAD_BYTES, REST_WITHIN_S = 64 << 20, 60.0
 """What a client may go on to send of a body that nobody reads any more, because its request was refused, and for how
 long: clients that send all before they read should still see why. Then the connection ends; within that, it goes on."""
+
+PIPELINED = 16
+"""Requests that may wait on a connection while one before them is answered, before no more is read: whether its client
+is still there shows in reading alone."""
 
 READ_WITHIN_S = 30
 """How long a client may leave what was sent to it unread, once the buffers between are full."""
@@ -42,6 +46,8 @@ class Connection(HttpToolsProtocol):
     """Since the message or the last piece of its body began; of a body that nobody reads."""
     _in_head, _in_body, _is_repeated = True, False, False
     _late: asyncio.TimerHandle | None = None
+    _answered: RequestResponseCycle | None = None
+    """What is being answered; `cycle` is what came last."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,6 +55,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -57,7 +66,7 @@ class Connection(HttpToolsProtocol):
         self._parse(data)
         if (self._in_head or self._in_body) and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(b"431 Request Header Fields Too Large", b"the request has too much beside its body")
-        elif not (self._in_head or self._in_body or self._is_busy):
+        elif not (self._in_head or self._in_body or self._answered):
             self._expect_head()  # line breaks before a request
 
     def _parse(self, data: bytes) -> None:
@@ -101,6 +110,10 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         self._in_head, self._in_body, self._unread_bytes = False, True, 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
+        elif len(self.pipeline) < PIPELINED:
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -117,13 +130,10 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._in_body and self.cycle.response_complete:
             self._wait(self.rest_within_s, self.transport.close)
-
-    @property
-    def _is_busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_head(self) -> None:
         self._in_head = True
@@ -143,11 +153,13 @@ class Connection(HttpToolsProtocol):
         """Ends the connection, with a reason unless an answer is under way, which it would become part of."""
         if self.transport.is_closing():
             return
-        if not (self.pipeline or (self._is_busy and self.cycle.response_started)):
+        if self._answered is not None and (self.pipeline or self._answered.response_started):
+            self.transport.abort()
+        else:
             body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}' % why
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             self.transport.write(head % (status, len(body)) + body)
-        self.transport.close()
+            self.transport.close()
 
 
 def give_up_silent_peers(listener: socket.socket, read_within_s: int = READ_WITHIN_S) -> None:
