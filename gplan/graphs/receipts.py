@@ -143,30 +143,45 @@ def _finite(key: ShapeKey, logits: Tensor) -> Tensor:
 
 
 def compositions(executor: Executor, key: ShapeKey, batches: BatchMaker) -> list[Batch]:
-    """Batches that a key must get right: one row, about half of them, all; from nothing to the maximum length; prompts
-    from nothing and after cached tokens. For a graph that draws, several steps of each."""
+    """Batches that a key must get right, and that the KV pool holds: one row, about half of them, all; from nothing to
+    the maximum length; prompts from nothing and after cached tokens. For a graph that draws, several steps of each."""
     limits, pages = executor.parts.limits, executor.parts.kv_pool.num_pages - 1
     if key.phase is Phase.DECODE:
-        room = min(limits.max_len - 1, pages // key.size * limits.page_size)
+        full = min(key.size, pages)
+        room = min(limits.max_len - 1, pages // full * limits.page_size)
         steps = max(1, min(RUN_STEPS, room)) if draw_of(key) else 1
         deepest = limits.max_len - steps
-        half = (key.size + 1) // 2
-        # Requests that shared a page would overwrite each other's tokens, in an order that nobody knows.
-        fitting = min(deepest, pages // key.size * limits.page_size - steps)
-        cases = {(1, 0), (1, deepest), (half, min(limits.page_size - 1, fitting)), (key.size, max(0, fitting))}
+        fitting = min(deepest, pages // full * limits.page_size - steps)
+        cases = {(1, 0), (1, deepest), ((full + 1) // 2, min(limits.page_size - 1, fitting)), (full, fitting)}
         params = DRAWN if draw_of(key) == SAMPLED else GREEDY
-        wanted = [(size, max(0, context)) for size, context in sorted(cases)]
-        return [batch for size, context in wanted for batch in batches.decode_run(size, context, steps, params)]
+        return [batch for size, context in sorted(cases) for batch in batches.decode_run(size, context, steps, params)]
     deepest = limits.max_len - 1
     slots = min(executor.prefill.slots_of(key) or limits.max_batch, key.size)
     cached = max(0, min(limits.page_size + 3, deepest - 1 - -(-key.size // slots)))
     size, longest = min(key.size, slots * deepest), min(key.size, (deepest + 1) // 2)
-    return [
+    prompts = [
         batches.prefill(1),
-        batches.prefill(size),
+        full_batch(executor, key, batches),
         batches.ragged(max(1, size - 1), slots, cached),
         batches.prefill(longest, deepest - longest),
     ]
+    return [batch for batch in prompts if _shares_no_page(batch)]
+
+
+def full_batch(executor: Executor, key: ShapeKey, batches: BatchMaker) -> Batch:
+    """As many requests (decode) or tokens (prefill) as a key takes and the KV pool holds."""
+    limits, pages = executor.parts.limits, executor.parts.kv_pool.num_pages - 1
+    if key.phase is Phase.DECODE:
+        return batches.decode(min(key.size, pages), 0)
+    longest = limits.max_len - 1
+    requests = min(executor.prefill.slots_of(key) or limits.max_batch, pages // -(-longest // limits.page_size))
+    return batches.prefill(min(key.size, requests * longest))
+
+
+def _shares_no_page(batch: Batch) -> bool:
+    """Requests that share a page overwrite each other's tokens, in an order that nobody knows."""
+    pages = [page for chunk in batch.chunks for page in chunk.pages]
+    return len(set(pages)) == len(pages)
 
 
 def _difference(key: ShapeKey, batch: Batch, found: Tensor, expected: Tensor) -> VerificationError:

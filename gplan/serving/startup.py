@@ -10,14 +10,13 @@ import torch
 
 from formats.drift import Drift
 from formats.plan import Plan, Receipt
-from gplan.core import Batch, Phase, ShapeKey
+from gplan.core import ShapeKey
 from gplan.errors import GuardError, VerificationError
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.assembly import ExecutorConfig, Progress, build
 from gplan.graphs.capture import make_graph_device
 from gplan.graphs.executor import Executor
-from gplan.graphs.receipts import check_key, compositions
-from gplan.graphs.runner import PhaseRunner
+from gplan.graphs.receipts import check_key, compositions, full_batch
 from gplan.graphs.synthetic import BatchMaker
 from gplan.memory.failures import taking
 from gplan.memory.ledger import LedgerEntry, MemoryLedger
@@ -142,12 +141,4 @@ def recheck_receipts(executor: Executor, vocab_size: int, proven: Collection[str
     for runner in (executor.decode, executor.prefill):
         unproven = (key for key in runner.setup.keys if str(key) not in proven)
         for key in dict.fromkeys((*runner.setup.keys[:1], *runner.setup.keys[-1:], *unproven)):
-            check_key(executor, key, [_full_batch(runner, key, batches)])
-
-
-def _full_batch(runner: PhaseRunner, key: ShapeKey, batches: BatchMaker) -> Batch:
-    """As many requests (decode) or tokens (prefill) as a key takes."""
-    if key.phase is Phase.DECODE:
-        return batches.decode(key.size, 0)
-    limits = runner.parts.limits
-    return batches.prefill(min(key.size, (runner.slots_of(key) or limits.max_batch) * (limits.max_len - 1)))
+            check_key(executor, key, [full_batch(executor, key, batches)])

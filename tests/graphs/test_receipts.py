@@ -13,7 +13,7 @@ from gplan.core import Batch, Phase, ShapeKey
 from gplan.errors import CaptureError, GuardError, VerificationError
 from gplan.graphs.admission import Verdict
 from gplan.graphs.executor import Executor
-from gplan.graphs.receipts import check_key
+from gplan.graphs.receipts import check_key, compositions, full_batch
 from gplan.graphs.synthetic import BatchMaker
 from tests.checkpoints import make_checkpoint
 from tests.graphs.drive import greedy, limits_of, make_executor, serve
@@ -106,6 +106,31 @@ def break_policy(executor: Executor, slot: str, value: int) -> None:
         buffers[slot][real:padded] = value
 
     executor.parts.buffers.fill = wrong_fill  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("variants", [(), ("greedy",)])
+def test_a_pool_smaller_than_its_largest_batches_is_proven_with_what_it_holds(
+    checkpoint: Path, variants: tuple[str, ...]
+) -> None:
+    """4 pages for buckets of 8 requests and 64 tokens: requests that shared a page would overwrite each other."""
+    limits, num_pages = limits_of(max_batch=8, max_len=32, chunk=64), 1 + 4
+    executor = make_executor(
+        checkpoint,
+        limits=limits,
+        num_pages=num_pages,
+        decode_ladder=(1, 8),
+        prefill_ladder=(64,),
+        decode_variants=variants,
+    )
+    maker = BatchMaker(limits, num_pages, 256)
+    for key in executor.keys:
+        batches = compositions(executor, key, maker)
+        check_key(executor, key, [*batches, full_batch(executor, key, maker)])
+        for batch in batches:
+            pages = [page for chunk in batch.chunks for page in chunk.pages]
+            assert len(set(pages)) == len(pages)
+        if key.size > 1:
+            assert max(batch.size for batch in batches) == (4 if key.phase is Phase.DECODE else 31)
 
 
 def test_a_wrong_padding_policy_overwrites_a_request_and_is_seen(checkpoint: Path) -> None:
