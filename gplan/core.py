@@ -116,10 +116,6 @@ class Request:
         return len(self.tokens) + self.num_pending
 
     @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.prompt_len
-
-    @property
     def is_running(self) -> bool:
         return self.row != DUMMY_ROW
 

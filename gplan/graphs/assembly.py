@@ -24,6 +24,7 @@ from gplan.graphs.decode import DecodeRunner
 from gplan.graphs.executor import Executor
 from gplan.graphs.forward import ForwardParts, forward_slots, request_slots
 from gplan.graphs.guard import AddressGuard
+from gplan.graphs.masking import TokenMask, words_of
 from gplan.graphs.prefill import PrefillRunner
 from gplan.graphs.sampling import Sampler
 from gplan.graphs.synthetic import DRAWN, EVERYTHING, GREEDY, PENALISED, BatchMaker
@@ -266,13 +267,16 @@ def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> No
 
 
 def _warm_up_sampling(executor: Executor) -> None:
-    """Draws tokens in every way there is."""
+    """Draws tokens in every way there is, from all tokens and from those that a mask leaves."""
     parts = executor.parts
     logits = parts.buffers["logits"]
-    batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, logits.shape[1])
+    vocab_size = logits.shape[1]
+    batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
+    mask = TokenMask(rows=(0,), bits=torch.full((1, words_of(vocab_size)), -1, dtype=torch.int32))
     for params in (GREEDY, PENALISED, DRAWN, EVERYTHING):
         chunks = batches.decode(min(2, parts.limits.max_batch), 1, params).chunks
-        executor.sampler.sample(logits[: len(chunks)], chunks)
+        for masked in (None, mask):
+            executor.sampler.sample(logits[: len(chunks)], chunks, masked)
 
 
 def _capture_one(executor: Executor, key: ShapeKey, compile_ms: float) -> Captured:

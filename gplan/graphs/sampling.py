@@ -123,7 +123,7 @@ class Sampler:
         if draws is None:
             tokens = self._kernels.argmax(adjusted)
         else:
-            positions = torch.tensor([chunk.end for chunk in chunks]).to(self._device, non_blocking=True)
+            positions = self._on_device([chunk.end for chunk in chunks], torch.int64)
             inputs = SamplingInputs(draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.seed, positions)
             tokens = self._kernels.sample(adjusted, inputs)
         self.last_tokens.index_copy_(0, group.rows, tokens)
@@ -142,11 +142,7 @@ class Sampler:
         return self._group
 
     def _make_group(self, members: tuple[tuple[Request, int, int], ...]) -> _Group:
-        params = [request.params for request, _, _ in members]
-
-        def on_device(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
-
+        params, on_device = [request.params for request, _, _ in members], self._on_device
         draws = penalties = None
         if any(p.temperature > 0 for p in params):
             draws = _Draws(
@@ -190,10 +186,13 @@ class Sampler:
         edits = [edit for index, chunk in enumerate(chunks) for edit in _bias_of(index, chunk)]
         if edits:
             index, token, value = zip(*edits, strict=True)
-            places = torch.tensor([index, token]).to(self._device)
-            values = torch.tensor(value, dtype=torch.float32).to(self._device)
-            adjusted.index_put_((places[0], places[1]), values, accumulate=True)
+            places = self._on_device(index, torch.int64), self._on_device(token, torch.int64)
+            adjusted.index_put_(places, self._on_device(value, torch.float32), accumulate=True)
         return adjusted
+
+    def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Does not wait for the forward pass that is on its way."""
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
 def _bias_of(index: int, chunk: Chunk) -> list[tuple[int, int, float]]:

@@ -249,9 +249,8 @@ class Scheduler:
     def _completed(self) -> list[Request]:
         """Those whose last token was taken for read."""
         for entry in self._complete:
-            entry.request.tokens += [0] * (
-                entry.end - len(entry.request.tokens)
-            )  # of `advance`, which only counted them
+            # Those that `advance` only counted.
+            entry.request.tokens += [0] * (entry.end - len(entry.request.tokens))
             self._waiting.settle(entry, entry.end)
             del self._entries[entry.request.id]
         return [entry.request for entry in self._complete]
@@ -273,7 +272,8 @@ class Scheduler:
         else:
             entry = self._decoders.entries[-1]
             cached = self._decoders.cached_len(entry)
-            entry.request.tokens += [0] * (cached - entry.request.cached_len)  # of `advance`, which only counted them
+            # Those that `advance` only counted.
+            entry.request.tokens += [0] * (cached - entry.request.cached_len)
         return self._put_back(entry, cached)
 
     def _put_back(self, entry: Entry, num_cached: int) -> Request:
