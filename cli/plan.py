@@ -14,6 +14,7 @@ from cli.config import config_option
 from cli.failure import say, say_next
 from cli.parameters import check_finite, check_size, read_buckets, read_variants
 from cli.progress import show_progress
+from cli.text import count
 from cli.tokenizers import has_tokenizer, tokenizer_problem
 from cli.views import PlanView, view_plan
 from formats.container import read_plan, write_plan
@@ -170,15 +171,14 @@ def _check_output(output: Path) -> None:
 def _summary(view: PlanView) -> str:
     made = view.plan
     return (
-        f"decode {_phase(made.decode, 'requests')}; prefill {_phase(made.prefill, 'tokens')}; "
+        f"decode {_phase(made.decode, 'request')}; prefill {_phase(made.prefill, 'token')}; "
         f"KV pool of {view.kv_tokens:,} tokens in {format_size(made.limits.memory_bytes)}"
     )
 
 
 def _phase(phase: PhasePlan, unit: str) -> str:
-    if not phase.ladder:
-        return f"{phase.backend}, up to {phase.max_size} {unit}"
-    return f"{phase.backend}, {len(phase.base_ladder)} buckets up to {phase.max_size} {unit}"
+    most = f"up to {count(phase.max_size, unit)}"
+    return f"{phase.backend}, {count(len(phase.base_ladder), 'bucket') + ' ' if phase.ladder else ''}{most}"
 
 
 def _checkpoint_flag(checkpoint: str) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from formats.errors import BadWorkloadError
 from formats.files import write_atomic
 
 TRACE_FORMAT = 1
@@ -74,8 +75,18 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def sped_up(self, factor: float) -> Trace:
-        """The same requests arriving `factor` times as fast; `factor` is positive."""
+        """The same requests arriving `factor` times as fast; `factor` is positive.
+
+        Raises:
+            BadWorkloadError: they would arrive beyond what a trace holds.
+        """
         assert factor > 0
+        last = self.requests[-1].arrival_s if self.requests else 0.0
+        if last > MAX_ARRIVAL_S * factor:
+            raise BadWorkloadError(
+                f"{factor:g} times as fast, its arrivals are more than {MAX_ARRIVAL_S} seconds apart",
+                "Give a larger speed-up.",
+            )
         requests = tuple(
             msgspec.structs.replace(request, arrival_s=round(request.arrival_s / factor, 6))
             for request in self.requests

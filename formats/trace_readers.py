@@ -42,6 +42,9 @@ _HINT = (
     "Give gplan's own JSON lines, an Azure or BurstGPT CSV, Mooncake JSON lines, or a ShareGPT JSON with a tokenizer."
 )
 
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
+"""What gzip and zstd files begin with."""
+
 
 class _RowError(Exception):
     """What is wrong in a row, before the row's file and line are known."""
@@ -99,6 +102,8 @@ def read_trace(path: str | os.PathLike[str], count_tokens: CountTokens | None = 
 
 def decode_trace(data: bytes, name: str, count_tokens: CountTokens | None = None) -> Trace:
     """Reads a trace from the bytes of a file; `name` is what errors call it. See `read_trace`."""
+    if data.startswith(_COMPRESSED):
+        raise NotATraceError(f"{name}: is compressed", "Unpack it first, with gunzip or unzstd.")
     data = data.removeprefix(b"\xef\xbb\xbf")
     start = data.lstrip()[:1]
     if start == b"[":
@@ -212,7 +217,7 @@ def _azure_row(row: Mapping[str, str]) -> _Row:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise _RowError("TIMESTAMP", f"{shorten(text)!r} is not a date and time") from None
-    since = moment.replace(tzinfo=None) - (moment.utcoffset() or timedelta()) - datetime.min
+    since = moment.replace(tzinfo=None) - datetime.min - (moment.utcoffset() or timedelta())
     return _Row(
         since // timedelta(microseconds=1), _tokens(row, "ContextTokens", 1), _tokens(row, "GeneratedTokens", 0)
     )

@@ -23,7 +23,7 @@ from formats.trace_readers import CountTokens, read_trace
 MAX_REQUESTS = 1_000_000
 
 _STATED = re.compile(r"(uniform|poisson|closed):(.*)", re.DOTALL)
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _HINT = (
     "State it as uniform:100-1024, poisson:rate=8,in=512,out=128 or closed:64,in=512,out=128; n and seed may follow."
 )

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from formats.measurements import Costs, Timing
-from formats.plan import DRAW_VARIANTS, BackendName, Bucket, Receipt, is_base
+from formats.plan import DRAW_VARIANTS, LEDGER_ROWS, BackendName, Bucket, Receipt, is_base
 from gplan.core import Phase, ShapeKey
 from gplan.errors import FitError
 from gplan.graphs.admission import PhaseSetup
@@ -34,7 +34,7 @@ from gplan.kernels.base import KernelShape
 from gplan.memory.failures import taking
 from gplan.models import load_model
 from gplan.planning.backends import Trial
-from gplan.planning.budget import Needs, most_useful_pages, pages_of
+from gplan.planning.budget import Needs, fill_ledger, most_useful_pages, pages_of
 from gplan.planning.costs import measure_costs
 from gplan.planning.options import Progress
 from gplan.planning.product_timing import choose_products
@@ -80,6 +80,7 @@ class Bench:
                 resolved.checkpoint, resolved.spec, resolved.dtype, resolved.device, resolved.limits.max_len
             )
         progress("load", 1, 1)
+        self._refuse_what_cannot_fit()
         self.products = self._choose_products(sizes)
         self._config = self._measuring_config()
         self._parts, self._sampler = take_memory(self._model, resolved.spec, self._config, lambda row, nbytes: None)
@@ -261,6 +262,22 @@ class Bench:
                 f"{format_size(resolved.limits.memory_bytes)} in all",
                 "Give more with --memory.",
             )
+
+    def _refuse_what_cannot_fit(self) -> None:
+        """Before any of it is taken: what is known without measuring, and a KV pool of one request.
+
+        Raises:
+            FitError: names the row.
+        """
+        resolved, limits = self.resolved, self.resolved.limits
+        shape = self._shape(most_useful_pages(limits))
+        known = {
+            "weights": self._model.nbytes,
+            "workspace": workspace_nbytes(resolved.kernels, shape),
+            "static_buffers": static_nbytes(shape),
+        }
+        rows = {name: (known.get(name, 0), "") for name in LEDGER_ROWS if name not in ("kv_pool", "headroom")}
+        fill_ledger(limits.memory_bytes, Needs(rows=rows), self.layout, limits)
 
 
 def _captured_again(bucket: Bucket, captured: Captured) -> Bucket:

@@ -170,7 +170,8 @@ def _check(problem: Problem) -> None:
     budget, alone = problem.capture_budget_ms, float(problem.capture_ms[problem.maximum])
     if budget is not None and alone > budget * ALMOST:
         raise GplanError(
-            f"capturing the largest bucket, {problem.maximum}, takes {alone:.0f} ms, the budget is {budget:.0f} ms",
+            f"capturing the largest bucket, {problem.maximum}, takes {alone:,.1f} ms; the phase has "
+            f"{budget:,.1f} ms of the budget",
             "Raise --startup-budget, or run this phase eagerly.",
         )
 

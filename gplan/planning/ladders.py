@@ -51,7 +51,10 @@ def check_sizes(sizes: Iterable[int], phase: Phase, limits: Limits, width: int =
         return
     unit = "requests" if phase is Phase.DECODE else "tokens"
     bounds = f"--max-batch {limits.max_batch}, --chunk {limits.chunk}"
-    bounds += f", {width} tokens per request" if phase is Phase.DECODE else f", --max-len {limits.max_len}"
+    if phase is Phase.PREFILL:
+        bounds += f", --max-len {limits.max_len}"
+    elif width > 1:
+        bounds += f", {width} tokens per request"
     raise GplanError(
         f"--{phase}-buckets: no step has {', '.join(map(str, wrong))} {unit} ({bounds})",
         f"Leave out sizes outside 1 to {largest}, or raise the limit.",

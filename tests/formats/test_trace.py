@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from formats.errors import BadTraceRowError, FileAccessError, FormatError, NotATraceError
+from formats.errors import BadTraceRowError, BadWorkloadError, FileAccessError, FormatError, NotATraceError
 from formats.trace import MAX_TOKENS, Trace, TraceRequest, encode_trace, write_trace
 from formats.trace_readers import decode_trace, read_trace
 
@@ -75,6 +77,25 @@ def test_azure() -> None:
 def test_azure_with_time_zones() -> None:
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.5+00:00,1,1\n2024-05-10 02:00:01+02:00,2,2\n"
     assert read(text).requests == (request(0.0, 1, 1), request(0.5, 2, 2))
+
+
+@pytest.mark.parametrize("first", ["0001-01-01 00:00:00+23:59", "9999-12-31 23:59:59-23:59"])
+def test_azure_dates_at_the_ends_of_the_calendar(first: str) -> None:
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    assert read(f"{header}{first},1,1\n").requests == (request(0.0, 1, 1),)
+    with pytest.raises(NotATraceError, match="seconds apart"):
+        read(f"{header}{first},1,1\n2024-05-10 00:00:00,1,1\n")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_a_compressed_trace_is_told_as_such(compress: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(NotATraceError, match="is compressed"):
+        decode_trace(compress(AZURE.encode()), "trace")
+
+
+def test_a_trace_is_not_slowed_down_beyond_what_one_holds() -> None:
+    with pytest.raises(BadWorkloadError, match="seconds apart"):
+        read(AZURE).sped_up(1e-300)
 
 
 def test_burstgpt_leaves_out_failures_and_counts_them() -> None:

@@ -84,6 +84,7 @@ WRONG = [
     ("uniform:5,n=x", "n is 'x'"),
     ("uniform:5,n=1,n=2", "n is given twice"),
     ("uniform:5,lengths=6", "lengths is given twice"),
+    ("uniform:\u0661", "lengths is"),
     ("uniform:5,seed=-1", "seed is '-1'"),
     ("uniform:5,,", "no part"),
     ("uniform:n=5", "lengths is missing"),

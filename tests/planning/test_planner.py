@@ -170,6 +170,19 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(checkpoint: 
         plan_of(checkpoint, memory="10KiB")
 
 
+@pytest.mark.parametrize(
+    ("fixed", "row"),
+    [
+        ({"page_size": 10**20}, "kv_pool"),
+        ({"page_size": 10**8}, "kv_pool"),
+        ({"max_batch": 10**12}, "workspace|static"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_memory_is_taken(checkpoint: Path, fixed: dict[str, int], row: str) -> None:
+    with pytest.raises(FitError, match=f"ledger row ({row})[a-z_]*: .* needs|ledger row ({row})[a-z_]*: needs"):
+        plan_of(checkpoint, **{"max_batch": 4, "chunk": None, **fixed})
+
+
 def test_ladders_are_solved_for_a_workload(checkpoint: Path) -> None:
     plan = plan_of(
         checkpoint,
@@ -202,5 +215,5 @@ def test_a_capture_budget_drops_buckets_but_never_the_maximum(checkpoint: Path) 
 
 
 def test_a_capture_budget_that_nothing_fits_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(GplanError, match="the budget is"):
+    with pytest.raises(GplanError, match="ms of the budget"):
         plan_of(checkpoint, decode_backend="full", prefill_backend="eager", startup_budget_s=1e-6)

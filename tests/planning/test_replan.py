@@ -76,7 +76,7 @@ def test_ladders_that_the_user_fixed_stay() -> None:
 def test_a_startup_budget_is_kept_to() -> None:
     new = for_traffic("closed:16,in=5-60,out=20-40", startup_budget_s=0.06)
     assert sum(bucket.capture_ms for phase in (new.decode, new.prefill) for bucket in phase.ladder) <= 60
-    with pytest.raises(GplanError, match="the budget is"):
+    with pytest.raises(GplanError, match="ms of the budget"):
         for_traffic(startup_budget_s=0.001)
 
 
