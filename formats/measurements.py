@@ -47,7 +47,7 @@ class Costs(Record, frozen=True, kw_only=True):
 
     Attributes:
         context: cached tokens of each request when sizes were timed.
-        contexts: steps timed at other contexts, from which the two figures below come.
+        contexts: steps timed at this and other contexts in turns, from which the two figures below come.
         cached_us: per cached token that a request which decodes reads.
         pair_us: per prompt token and token before it, cached or in the same step: what attention compares.
         beyond_us: (requests, microseconds) ascending: what a step takes beyond its forward (sampling, and what the host

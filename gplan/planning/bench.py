@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 import torch
@@ -147,14 +148,13 @@ class Bench:
             is_final: whether these graphs, as they turned out, will be served; only then they are compared with eager.
         """
         with self._captured(setups) as (executor, captured):
-            profiler, buckets = self._profiler(executor), {}
-            for index, entry in enumerate(captured):
-                self._progress("measure", index, len(captured))
-                if known is None or entry.key not in known.buckets:
-                    buckets[entry.key] = profiler.bucket(entry)
-                else:
-                    buckets[entry.key] = _captured_again(known.buckets[entry.key], entry)
-            self._progress("measure", len(captured), len(captured))
+            profiler, before = self._profiler(executor), {} if known is None else known.buckets
+            new = [entry for entry in captured if entry.key not in before]
+            timed = iter(profiler.buckets(new, partial(self._progress, "measure")))
+            buckets = {
+                entry.key: _captured_again(before[entry.key], entry) if entry.key in before else next(timed)
+                for entry in captured
+            }
             costs = _costs(profiler, buckets, eager) if known is None else known.costs
             measured = Measured(captured, buckets, costs, ())
             if is_final(measured):
@@ -179,7 +179,7 @@ class Bench:
         other = self._empty_setup(Phase.PREFILL if setup.phase is Phase.DECODE else Phase.DECODE)
         with self._captured({setup.phase: replace(setup, keys=keys), other.phase: other}) as (executor, captured):
             profiler = self._profiler(executor)
-            return tuple(reversed([profiler.bucket(entry) for entry in captured]))
+            return tuple(reversed(profiler.buckets(captured, lambda done, total: None)))
 
     @contextmanager
     def _captured(self, setups: Mapping[Phase, PhaseSetup]) -> Iterator[tuple[Executor, tuple[Captured, ...]]]:

@@ -2,20 +2,22 @@
 
 Sizes are timed at one context; serving sees all. So a few steps are timed at other contexts, and two slopes fitted to
 them: per cached token that a decoding request reads, and per pair of tokens that a prompt compares. What a step takes
-beyond its forward is the difference between steps that follow each other as in serving and their forwards alone.
+beyond its forward is the difference between steps that follow each other as in serving and their forwards alone. All of
+these are differences, so what is compared is timed in turns: a machine that others use is not as fast now as it was.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from formats.measurements import ContextTiming, Costs
+from formats.measurements import ContextTiming, Costs, Timing
 from formats.plan import Limits
 from gplan.core import Batch, Phase, Request, SamplingParams
 from gplan.planning.profiler import Profiler
 from gplan.scheduling.scheduler import Scheduler
-from gplan.scheduling.times import interpolate, prompt_pairs
+from gplan.scheduling.times import prompt_pairs
 
 LONGEST_CONTEXT = 4096
 """Tokens before a prompt's chunk that are timed at most."""
@@ -45,10 +47,11 @@ def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
     sizes, most = sorted(forward_us), profiler.context
     timed, points = [], []
     for size in {sizes[len(sizes) // 2], sizes[-1]}:
-        for context in _contexts(most, profiler.limits):
-            timing = profiler.forward(profiler.batches.decode(size, context))
+        contexts = [most, *_contexts(most, profiler.limits)]
+        timings = profiler.forwards([profiler.batches.decode(size, context) for context in contexts])
+        for context, timing in zip(contexts, timings, strict=True):
             timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
-            points.append((size * (context - most), timing.median_us - forward_us[size]))
+            points.append((size * (context - most), timing.median_us - timings[0].median_us))
     cached_us = slope(points)
     context = max(1, min(most, profiler.limits.max_len - RUN))
     steps = min(RUN, profiler.limits.max_len - context)
@@ -56,7 +59,7 @@ def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
     for size in sorted({sizes[0], sizes[-1]}):
         run = profiler.batches.uneven_run(size, context, steps)
         fewer = size * most - sum(chunk.start for chunk in run[0].chunks)
-        around.append((size, run, forward_us[size] - cached_us * fewer))
+        around.append(_Around(size, run, profiler.batches.decode(size, most), cached_us * fewer))
     beyond, host = _around(profiler, around)
     return Costs(context=most, contexts=_ordered(timed), cached_us=cached_us, beyond_us=beyond, host_us=host)
 
@@ -73,37 +76,38 @@ def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs
     size = _largest(forward_us, limits.max_len // 2)
     longest = min(LONGEST_CONTEXT, limits.max_len - 1 - size)
     if longest > 0:
-        points = []
-        for context in sorted({-(-longest // 2), longest}):
-            timing = profiler.forward(batches.prefill(size, context))
+        points, contexts = [], sorted({0, -(-longest // 2), longest})
+        timings = profiler.forwards([batches.prefill(size, context) for context in contexts])
+        for context, timing in zip(contexts, timings, strict=True):
             timed.append(ContextTiming(size=size, decodes=0, context=context, timing=timing))
-            points.append((size * context, timing.median_us - forward_us[size]))
+            points.append((size * context, timing.median_us - timings[0].median_us))
         pair_us = slope(points)
-    mixed = _mixed(profiler, forward_us)
     cached_us = 0.0
-    if mixed is not None:
+    for mixed, plain in _mixed(profiler, forward_us):
         timed.append(mixed)
         spared = prompt_pairs(0, mixed.size) - prompt_pairs(0, mixed.size - mixed.decodes)
-        added = mixed.timing.median_us - interpolate(forward_us, mixed.size) + pair_us * spared
+        added = mixed.timing.median_us - plain.median_us + pair_us * spared
         cached_us = slope([(mixed.decodes * mixed.context, added)])
     one, rows = _largest(forward_us, limits.max_len - 1), _most_requests(profiler)
     alone, many = batches.prefill(one), batches.ragged(_smallest(forward_us, rows), rows)
-    around = [(n, [batch], profiler.forward(batch).median_us) for n, batch in ((1, alone), (rows, many))[:rows]]
+    around = [_Around(n, [batch], batch, 0.0) for n, batch in ((1, alone), (rows, many))[:rows]]
     beyond, host = _around(profiler, around)
     return Costs(
         context=0, contexts=_ordered(timed), cached_us=cached_us, pair_us=pair_us, beyond_us=beyond, host_us=host
     )
 
 
-def _mixed(profiler: Profiler, forward_us: Mapping[int, float]) -> ContextTiming | None:
-    """A step in which a prompt shares with as many decodes as there may be; None where it cannot."""
+def _mixed(profiler: Profiler, forward_us: Mapping[int, float]) -> list[tuple[ContextTiming, Timing]]:
+    """A step in which a prompt shares with as many decodes as there may be, beside one of prompts alone; none where it
+    cannot."""
     rows, context = _most_requests(profiler), profiler.context
     size = _smallest(forward_us, 2 * rows)
     decodes = min(rows - 1, size - 1)
     if decodes < 1 or size - decodes >= profiler.limits.max_len:
-        return None
-    timing = profiler.forward(profiler.batches.mixed(size, decodes, context))
-    return ContextTiming(size=size, decodes=decodes, context=context, timing=timing)
+        return []
+    batches = profiler.batches
+    timing, alone = profiler.forwards([batches.mixed(size, decodes, context), batches.prefill(size)])
+    return [(ContextTiming(size=size, decodes=decodes, context=context, timing=timing), alone)]
 
 
 def _most_requests(profiler: Profiler) -> int:
@@ -123,20 +127,25 @@ def _smallest(sizes: Mapping[int, float], bound: int) -> int:
     return min((size for size in sizes if size >= bound), default=max(sizes))
 
 
-def _around(
-    profiler: Profiler, runs: Sequence[tuple[int, Sequence[Batch], float]]
-) -> tuple[tuple[tuple[int, float], ...], float]:
-    """By requests, what steps take beyond their forwards; and what the host does before one, which another may hide.
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """Steps that follow each other, of so many requests, and a batch whose forward takes `fewer_us` more than theirs by
+    what is known of contexts."""
 
-    Args:
-        runs: requests, steps of so many, and what their forwards take by what is known of sizes and contexts.
-    """
+    requests: int
+    steps: Sequence[Batch]
+    like: Batch
+    fewer_us: float
+
+
+def _around(profiler: Profiler, runs: Sequence[_Around]) -> tuple[tuple[tuple[int, float], ...], float]:
+    """By requests, what steps take beyond their forwards; and what the host does before one, which another may hide."""
     beyond, idle = {}, []
-    for requests, batches, forward_us in runs:
-        cadence = profiler.cadence_us(batches)
-        beyond[requests] = max(0.0, cadence - forward_us)
+    for run in runs:
+        cadence, forward = profiler.cadence_and_forward_us(run.steps, run.like)
+        beyond[run.requests] = max(0.0, cadence - (forward - run.fewer_us))
         if profiler.executor.result_lag:
-            idle.append(max(0.0, profiler.latency_us(batches[0]) - max(cadence, forward_us)))
+            idle.append(max(0.0, profiler.latency_us(run.steps[0]) - max(cadence, forward - run.fewer_us)))
     host = (sum(idle) / len(idle) if idle else 0.0) + scheduling_us(profiler.limits)
     return tuple(sorted(beyond.items())), host
 

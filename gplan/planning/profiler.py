@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from formats.measurements import Timing
 from formats.plan import Bucket
@@ -39,27 +40,48 @@ EAGER_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long one figure may take: at least `min_runs` (2 or more), then until `seconds` have passed or `max_runs`."""
+    """How long one figure may take: at least `min_runs` (2 or more), then until `seconds` have passed or `max_runs`.
+
+    Attributes:
+        turns: figures that are compared take their runs in so many turns: what slows a machine for a while, as others
+            on it do, then slows all of them.
+    """
 
     min_runs: int = 3
     max_runs: int = 20
     seconds: float = 0.3
+    turns: int = 1
 
     def divided(self, parts: int) -> Patience:
         """For figures that less hangs on."""
-        return Patience(self.min_runs, max(self.min_runs, self.max_runs // parts), self.seconds / parts)
+        return Patience(self.min_runs, max(self.min_runs, self.max_runs // parts), self.seconds / parts, self.turns)
+
+    @property
+    def of_a_turn(self) -> Patience:
+        """Its part of the runs, at least one."""
+        least, most = (-(-runs // self.turns) for runs in (self.min_runs, self.max_runs))
+        return Patience(least, most, self.seconds / self.turns)
 
     def is_over(self, runs: int, seconds: float) -> bool:
         return runs >= self.max_runs or (runs >= self.min_runs and seconds >= self.seconds)
 
 
-def time_call(device: GraphDevice, fn: Callable[[], object], patience: Patience) -> Timing:
-    """Times `fn` after a run that is thrown away; of what takes longer than all the patience, the first run counts."""
+def run_times(device: GraphDevice, fn: Callable[[], object], patience: Patience) -> list[float]:
+    """Microseconds of runs of `fn` after one that is thrown away; of what takes longer than all the patience, the first
+    run counts."""
     first = device.time_us(fn, 1)[0]
     affordable = int(patience.seconds * 1e6 / max(first, 1.0))
     runs = min(patience.max_runs, max(patience.min_runs, affordable))
-    samples = [first, *device.time_us(fn, runs - 1)] if affordable == 0 else device.time_us(fn, runs)
-    return timing_of(samples)
+    return [first, *device.time_us(fn, runs - 1)] if affordable == 0 else device.time_us(fn, runs)
+
+
+def time_in_turns(device: GraphDevice, fns: Sequence[Callable[[], object]], patience: Patience) -> list[Timing]:
+    """Times several functions over the same stretch of time."""
+    found: list[list[float]] = [[] for _ in fns]
+    for _ in range(patience.turns):
+        for fn, samples in zip(fns, found, strict=True):
+            samples += run_times(device, fn, patience.of_a_turn)
+    return [timing_of(samples) for samples in found]
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
@@ -87,7 +109,6 @@ class Profiler:
         self.executor, self.limits, self.patience = executor, parts.limits, patience
         self.batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
         self.context = min(MAX_CONTEXT, parts.limits.max_len - 1)
-        self._eager: dict[tuple[Phase, int], Timing] = {}
 
     def batch(self, phase: Phase, size: int) -> Batch:
         """The batch that is timed: decode at the stated context, prefill from nothing."""
@@ -132,25 +153,40 @@ class Profiler:
         )
 
     @torch.no_grad()
-    def bucket(self, captured: Captured) -> Bucket:
-        """Times one captured key, replayed and at the same padded shape eagerly."""
-        key, runner = captured.key, self.executor.runner(captured.key.phase)
-        return Bucket(
-            size=key.size,
-            width=key.width,
-            variant=key.variant,
-            graph=self.replay(key),
-            eager=self._eager_once(key.phase, key.size),
-            graph_bytes=captured.pool_bytes,
-            capture_ms=captured.capture_ms,
-            num_segments=runner.backend_of(key).num_segments(key),
-        )
+    def buckets(self, captured: Sequence[Captured], progress: Callable[[int, int], None]) -> tuple[Bucket, ...]:
+        """Times captured keys in turns, replayed and at the same padded shapes eagerly.
 
-    def _eager_once(self, phase: Phase, size: int) -> Timing:
-        """Variants of a bucket have one eager time."""
-        if (phase, size) not in self._eager:
-            self._eager[phase, size] = self.eager(phase, size)
-        return self._eager[phase, size]
+        Args:
+            progress: how much of it is done, and all there is.
+        """
+        device, patience, turns = self.executor.device, self.patience.of_a_turn, self.patience.turns
+        replays: dict[ShapeKey, list[float]] = defaultdict(list)
+        eager: dict[tuple[Phase, int], list[float]] = defaultdict(list)
+        shapes = {(entry.key.phase, entry.key.size): entry.key for entry in reversed(captured)}
+        for turn in range(turns):
+            for index, key in enumerate(entry.key for entry in captured):
+                progress(turn * len(captured) + index, turns * len(captured))
+                replays[key] += run_times(device, self._run(self._full_batch(key), Verdict(key)), patience)
+                # Variants of a bucket have one eager time.
+                if shapes[key.phase, key.size] is key:
+                    parts = self.patience.divided(EAGER_PARTS).of_a_turn
+                    eager[key.phase, key.size] += run_times(
+                        device, self._run(self.batch(key.phase, key.size), EAGER), parts
+                    )
+        progress(turns * len(captured), turns * len(captured))
+        return tuple(
+            Bucket(
+                size=entry.key.size,
+                width=entry.key.width,
+                variant=entry.key.variant,
+                graph=timing_of(replays[entry.key]),
+                eager=timing_of(eager[entry.key.phase, entry.key.size]),
+                graph_bytes=entry.pool_bytes,
+                capture_ms=entry.capture_ms,
+                num_segments=self.executor.runner(entry.key.phase).backend_of(entry.key).num_segments(entry.key),
+            )
+            for entry in captured
+        )
 
     def eager(self, phase: Phase, size: int) -> Timing:
         """Times an eager step of `size`, without padding."""
@@ -158,32 +194,52 @@ class Profiler:
 
     def replay(self, key: ShapeKey) -> Timing:
         """Times a replay of `key`."""
-        slots = self.executor.runner(key.phase).slots_of(key) or self.limits.max_batch
-        batch = self.batch(key.phase, min(key.size, slots * (self.limits.max_len - 1)))
+        return self.forward(self._full_batch(key), Verdict(key))
+
+    def _full_batch(self, key: ShapeKey) -> Batch:
+        """What a replay of `key` is timed with."""
         if draw_of(key) == SAMPLED:
-            batch = self.batches.decode(key.size, self.context, DRAWN)
-        return self.forward(batch, Verdict(key))
+            return self.batches.decode(key.size, self.context, DRAWN)
+        slots = self.executor.runner(key.phase).slots_of(key) or self.limits.max_batch
+        return self.batch(key.phase, min(key.size, slots * (self.limits.max_len - 1)))
 
     @torch.no_grad()
     def forward(self, batch: Batch, verdict: Verdict | None = None, patience: Patience | None = None) -> Timing:
         """Times the forward of a batch: device time, without what samples its tokens.
 
         Args:
-            verdict: how it runs; as serve would run it, unless given.
+            verdict: how it runs; as serve would run it, with its tokens drawn outside, unless given.
         """
-        runner = self.executor.runner(batch.phase)
-        how = verdict or runner.can_run(batch)
-        return time_call(self.executor.device, lambda: runner.execute(batch, how), patience or self.patience)
+        return timing_of(run_times(self.executor.device, self._run(batch, verdict), patience or self.patience))
 
     @torch.no_grad()
-    def cadence_us(self, batches: Sequence[Batch]) -> float:
-        """Microseconds from one result to the next where steps like these follow each other as they do in serving."""
-        return statistics.median(self._gaps(batches, self.executor.result_lag))
+    def forwards(self, batches: Sequence[Batch]) -> list[Timing]:
+        """Times the forwards of several batches in turns, each as serve would run it."""
+        return time_in_turns(self.executor.device, [self._run(batch) for batch in batches], self.patience)
+
+    def _run(self, batch: Batch, verdict: Verdict | None = None) -> Callable[[], Tensor]:
+        """The forward of a batch; as serve would run it unless `verdict` is given, with its tokens drawn outside."""
+        runner = self.executor.runner(batch.phase)
+        # A decode variant that draws would be timed with its draw.
+        how = verdict or (runner.verdict_at(batch.size) if batch.phase is Phase.DECODE else runner.can_run(batch))
+        return partial(runner.execute, batch, how)
+
+    @torch.no_grad()
+    def cadence_and_forward_us(self, batches: Sequence[Batch], like: Batch) -> tuple[float, float]:
+        """Microseconds from one result to the next where `batches` follow each other as they do in serving, and those
+        of the forward of `like`: in turns."""
+        gaps: list[float] = []
+        forwards: list[float] = []
+        patience = self.patience.of_a_turn
+        for _ in range(self.patience.turns):
+            gaps += self._gaps(batches, self.executor.result_lag, patience)
+            forwards += run_times(self.executor.device, self._run(like), patience)
+        return statistics.median(gaps), statistics.median(forwards)
 
     @torch.no_grad()
     def latency_us(self, batch: Batch) -> float:
         """Microseconds from launching a step on an idle device to its result."""
-        return statistics.median(self._gaps([batch], lag=0))
+        return statistics.median(self._gaps([batch], 0, self.patience))
 
     @torch.no_grad()
     def base_and_draw(self, base: ShapeKey, special: ShapeKey) -> tuple[Timing, Timing]:
@@ -221,12 +277,12 @@ class Profiler:
             self.executor.collect(under_way.popleft())
         return (time.perf_counter() - started) * 1e6 / len(run)
 
-    def _gaps(self, batches: Sequence[Batch], lag: int) -> list[float]:
+    def _gaps(self, batches: Sequence[Batch], lag: int, patience: Patience) -> list[float]:
         under_way: deque[Step] = deque()
         results: list[float] = []
         following = itertools.cycle(batches)
         started = time.perf_counter()
-        while len(results) < 2 or not self.patience.is_over(len(results) - 1, time.perf_counter() - started):
+        while len(results) < 2 or not patience.is_over(len(results) - 1, time.perf_counter() - started):
             under_way.append(self.executor.launch(next(following)))
             if len(under_way) > lag:
                 self.executor.collect(under_way.popleft())
