@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from cli.parameters import plan_argument
+from cli.text import count
 from cli.views import echo_json
 from formats.container import read_plan
 from formats.plan import Bucket, PhasePlan, Plan, bucket_key, is_base
@@ -149,10 +150,9 @@ def _reason(plan: Plan, phase: str, reason: str) -> str:
 
 
 def _page(view: Explanation) -> list[str]:
-    unit = "requests" if view.phase == Phase.DECODE else "tokens"
-    lines = [f"{view.phase} of {view.size} {unit}"]
+    lines = [f"{view.phase} of {count(view.size, 'request' if view.phase == Phase.DECODE else 'token')}"]
     if view.key:
-        lines.append(f"  is replayed from {view.key}, {view.padding_rows} rows of padding")
+        lines.append(f"  is replayed from {view.key}, {count(view.padding_rows, 'row')} of padding")
         lines.append(f"  expected to take {view.step_us:.0f} µs, {view.padding_us:.0f} µs of it for padding")
         for variant in view.variants:
             time = "" if variant.step_us is None else f", {variant.step_us:.0f} µs"

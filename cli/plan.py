@@ -18,6 +18,8 @@ from cli.text import count
 from cli.tokenizers import has_tokenizer, tokenizer_problem
 from cli.views import PlanView, view_plan
 from formats.container import read_plan, write_plan
+from formats.errors import FileAccessError
+from formats.files import check_writable
 from formats.plan import PhasePlan, Plan
 from gplan.planning.options import PlanOptions
 from gplan.units import format_size
@@ -121,7 +123,8 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
         say(f"times spread by {spread:.0%}: something else keeps this machine busy; plan again when it is quiet")
     click.echo(f"{view.plan_id}  {output}")
     if old is not None:
-        say_next(f"gplan diff {old} {output}")
+        is_new = not os.path.samefile(old, output)
+        say_next(f"gplan diff {old} {output}" if is_new else f"gplan show {output}")
         return
     say_next(f"gplan show {output}")
     say_next(f"gplan serve {output}{_checkpoint_flag(checkpoint or '')}")
@@ -156,16 +159,16 @@ def _spread(made: Plan) -> float:
 
 def _check_output(output: Path) -> None:
     """Finds out before the measuring, not after it, that the plan could not be written."""
-    if output.is_dir():
+    if os.path.isdir(output):
         raise click.BadParameter(
             f"{output} is a folder. Name a file, such as {output / 'model.gplan'}.", param_hint="-o"
         )
-    if output.exists() and not output.is_file():
-        raise click.BadParameter(f"{output} is no ordinary file. Name another.", param_hint="-o")
-    if not output.parent.is_dir():
+    if not os.path.isdir(output.parent):
         raise click.BadParameter(f"there is no folder {output.parent}. Make it, or name another.", param_hint="-o")
-    if not os.access(output.parent, os.W_OK):
-        raise click.BadParameter(f"the folder {output.parent} cannot be written to. Name another.", param_hint="-o")
+    try:
+        check_writable(output)
+    except FileAccessError as error:
+        raise click.BadParameter(f"{error.message}. {error.hint}", param_hint="-o") from error
 
 
 def _summary(view: PlanView) -> str:

@@ -30,6 +30,7 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         workload_digest: of the trace as simulated, sped up and cut to the plan's maximum length.
         num_skipped: requests of the workload without an answer, left out.
+        num_cut: requests cut to the plan's maximum length.
     """
 
     plan_id: str
@@ -37,6 +38,7 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
     workload_digest: str
     speedup: float
     num_skipped: int
+    num_cut: int
     report: SimulationReport
 
 
@@ -68,7 +70,8 @@ def simulate(plan: str, workload: str, speedup: float, checkpoint: str | None, p
     """
     read = read_plan(plan)
     trace = read_workload(workload, lambda text: _count_tokens(text, read, checkpoint))
-    trace = trace.sped_up(speedup).truncated(read.limits.max_len)
+    whole = trace.sped_up(speedup)
+    trace = whole.truncated(read.limits.max_len)
     times = times_of_plan(read)
     lag = 1 if read.fingerprint.device == "cuda" else 0
     scheduler = Scheduler(read.limits, read.num_kv_pages, packer_of(times.prefill))
@@ -78,6 +81,7 @@ def simulate(plan: str, workload: str, speedup: float, checkpoint: str | None, p
         workload_digest=trace.digest(),
         speedup=speedup,
         num_skipped=trace.num_skipped,
+        num_cut=sum(cut is not asked for cut, asked in zip(trace.requests, whole.requests, strict=True)),
         report=run_simulation(trace, scheduler, times, lag=lag),
     )
     if plot is not None:
@@ -126,6 +130,8 @@ def _workload(view: SimulationView) -> Iterator[str]:
     )
     if view.num_skipped:
         yield f"{count(view.num_skipped, 'request')} without an answer left out"
+    if view.num_cut:
+        yield f"{count(view.num_cut, 'request')} cut to the maximum length"
 
 
 def _throughput(report: SimulationReport) -> Iterator[str]:

@@ -67,9 +67,9 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     target = Path(path)
     with _os_errors(path, "write"):
         _refuse_to_replace(target)
-        temporary = target.parent / f".gplan-{secrets.token_hex(8)}.tmp"
+        temporary = _temporary_beside(target)
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(temporary, _NEW_FILE, 0o666)
             with open(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
@@ -80,6 +80,27 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
                 temporary.unlink(missing_ok=True)
             raise
     _flush_directory(target.parent)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Finds out whether `write_atomic` could write there, for those who have long work to do before they write.
+
+    Raises:
+        FileAccessError: as `write_atomic` would.
+    """
+    target = Path(path)
+    with _os_errors(path, "write"):
+        _refuse_to_replace(target)
+        temporary = _temporary_beside(target)
+        os.close(os.open(temporary, _NEW_FILE, 0o666))
+        temporary.unlink()
+
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+def _temporary_beside(target: Path) -> Path:
+    return target.parent / f".gplan-{secrets.token_hex(8)}.tmp"
 
 
 def _refuse_to_replace(target: Path) -> None:

@@ -102,7 +102,7 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
         "--chunk": (options.chunk, limits.chunk),
         "--page-size": (options.page_size, limits.page_size),
         "--prefix-cache": (options.prefix_cache, limits.prefix_cache),
-        "--memory": (memory and parse_size(memory, old.fingerprint.device_memory), limits.memory_bytes),
+        "--memory": (memory and _bytes(parse_size(memory, old.fingerprint.device_memory)), _bytes(limits.memory_bytes)),
         "--device": (options.device and options.device.partition(":")[0], old.fingerprint.device),
         "--dtype": (options.dtype, old.dtype),
         "--kernels": (options.kernels, old.kernels),
@@ -118,9 +118,19 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
     for name, (value, planned) in asked.items():
         if value is not None and value != planned:
             raise GplanError(
-                f"{name} with --from: the plan was measured with {planned}, and {value} has to be measured",
+                f"{name} with --from: the plan was measured with {_said(planned)}; {_said(value)} has to be measured",
                 "Leave it out, or plan from the checkpoint on its machine: gplan plan CHECKPOINT -o FILE",
             )
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} bytes"
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "it on" if value else "it off"
+    return ",".join(value) or "none" if isinstance(value, tuple) else str(value)
 
 
 def _sizes(phase: PhasePlan) -> str:

@@ -52,7 +52,7 @@ def test_a_size_that_runs_eagerly_says_why_and_what_else_there_is(plan: str) -> 
 
 def test_the_page_says_the_same(plan: str) -> None:
     result = CliRunner().invoke(cli, ["explain", plan, "--phase", "decode", "--size", "3"])
-    assert "replayed from decode:4, 1 rows of padding" in result.stdout
+    assert "replayed from decode:4, 1 row of padding" in result.stdout
 
 
 def test_variants_of_the_bucket_are_named_with_what_they_take(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -75,12 +76,15 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "nowhere" in result.stderr
 
 
-@pytest.mark.parametrize("output", ["missing/p.gplan", "."])
+@pytest.mark.parametrize("output", ["missing/p.gplan", ".", "link.gplan", "n" * 300, "pipe"])
 def test_where_nothing_can_be_written_is_found_out_first(output: str, tmp_path: Path) -> None:
+    (tmp_path / "link.gplan").symlink_to("another")
+    os.mkfifo(tmp_path / "pipe")
     result = CliRunner().invoke(cli, ["plan", str(tmp_path / "nowhere"), "-o", str(tmp_path / output)])
     assert result.exit_code == 2
     assert "-o" in result.stderr
     assert "nowhere" not in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"link.gplan", "pipe"}
 
 
 def test_a_broken_tokenizer_is_found_before_anything_is_measured(checkpoint: Path, tmp_path: Path) -> None:

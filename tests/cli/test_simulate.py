@@ -60,6 +60,9 @@ def test_requests_longer_than_the_plan_allows_are_cut(plan_file: Path) -> None:
         simulate(plan_file, "--workload", "closed:1,in=1000,out=100,n=2", "--json"), type=SimulationView
     )
     assert view.report.input_tokens + view.report.output_tokens == 2 * make_plan().limits.max_len
+    assert view.num_cut == 2
+    assert "2 requests cut" in simulate(plan_file, "--workload", "closed:1,in=1000,out=100,n=2")
+    assert "cut" not in simulate(plan_file, "--workload", WORKLOAD)
 
 
 @pytest.mark.parametrize(

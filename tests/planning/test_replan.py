@@ -145,6 +145,8 @@ def test_a_plan_for_a_gpu_needs_none(tmp_path: Path) -> None:
     done = gplan("plan", *arguments, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert f"next: gplan diff {tmp_path / 'old.gplan'} {tmp_path / 'new.gplan'}" in done.stderr
+    over = gplan("plan", *arguments[:2], "-o", tmp_path / "old.gplan", "--workload", SMALL)
+    assert f"next: gplan show {tmp_path / 'old.gplan'}" in over.stderr, "there is nothing to compare it with"
     other = gplan("plan", "elsewhere", *arguments)
     assert other.returncode == 1
     assert "CHECKPOINT with --from" in other.stderr
