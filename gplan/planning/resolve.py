@@ -50,6 +50,7 @@ def resolve(options: PlanOptions) -> Resolved:
     Raises:
         GplanError: a flag that cannot be met, a checkpoint that cannot be read or is refused by name.
     """
+    _refuse_idle_flags(options)
     choices = Choices()
     device = _device(options, choices)
     headers = read_headers(options.checkpoint, hash_contents=options.hash_contents)
@@ -71,6 +72,23 @@ def resolve(options: PlanOptions) -> Resolved:
         prefill_slots=_slots(options, limits),
         choices=choices.entries,
     )
+
+
+def _refuse_idle_flags(options: PlanOptions) -> None:
+    """
+    Raises:
+        GplanError: a flag that would change nothing beside the others.
+    """
+    if options.speedup is not None and options.workload is None:
+        raise GplanError("--speedup: there is no workload to speed up", "Give the traffic with --workload.")
+    if options.try_compile and options.prefill_backend is not None and options.decode_backend not in (None, "full"):
+        raise GplanError(
+            "--try-compile: both backends are fixed, and neither leaves anything to compile",
+            "Leave out --try-compile, or one of the backends.",
+        )
+    captures_nothing = options.decode_backend == options.prefill_backend == "eager"
+    if options.startup_budget_s is not None and captures_nothing:
+        raise GplanError("--startup-budget: both phases run eagerly, so nothing is captured", "Leave it out.")
 
 
 def _device(options: PlanOptions, choices: Choices) -> torch.device:

@@ -57,10 +57,13 @@ def test_too_little_memory_is_4_and_names_the_row(checkpoint: Path, tmp_path: Pa
         (("--max-len", "100000"), "100000"),
         (("--device", "tpu"), "tpu"),
         (("--kernels", "flashinfer"), "flashinfer"),
+        (("--speedup", "2"), "no workload to speed up"),
+        (("--try-compile", "--decode-backend", "eager", "--prefill-backend", "full"), "nothing to compile"),
+        (("--startup-budget", "1", "--decode-backend", "eager", "--prefill-backend", "eager"), "nothing is captured"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(
-    flags: tuple[str, str], named: str, checkpoint: Path, tmp_path: Path
+    flags: tuple[str, ...], named: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     result = CliRunner().invoke(cli, ["plan", str(checkpoint), "-o", str(tmp_path / "p.gplan"), *LIMITS, *flags])
     assert result.exit_code == 1, result.stderr
