@@ -203,8 +203,8 @@ class Kernels(ABC):
         return False
 
     def traceable(self) -> Kernels:
-        """Operators with the same meaning that a compiler can see into; this set, unless its operators are kernels of
-        their own. Attention and sampling are not asked of it."""
+        """Operators with the same meaning that a compiler can see into, and makes good code of; this set, unless there
+        is a better one. Attention and sampling are not asked of it."""
         return self
 
     @abstractmethod

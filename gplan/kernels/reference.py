@@ -31,6 +31,9 @@ class ReferenceKernels(Kernels):
     def workspace_nbytes(shape: KernelShape) -> int:
         return PageListBuffers.nbytes(shape)
 
+    def traceable(self) -> Kernels:
+        return TraceableKernels(self.shape)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if out is None:
             return functional.linear(x, weight, bias)
@@ -109,6 +112,13 @@ class TraceableKernels(ReferenceKernels):
 
     def __init__(self, shape: KernelShape) -> None:
         Kernels.__init__(self, shape)
+
+    def append_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """As the reference's, but into the caches as they are: of one that is written through a view, Inductor makes a
+        copy, and copies that back."""
+        places = (slots // k_cache.shape[1], slots % k_cache.shape[1])
+        k_cache.index_put_(places, k)
+        v_cache.index_put_(places, v)
 
 
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from gplan.core import Phase
 from gplan.errors import CaptureError
@@ -77,6 +78,17 @@ def test_pieces_are_few_and_graphs_ours(executor: Executor) -> None:
     for runner in (executor.decode, executor.prefill):
         (forward,) = runner._compiled.values()
         assert len(forward._pieces) == 3, "before, between and after attention, however many layers"
+
+
+def test_keys_and_values_are_written_where_they_lie(executor: Executor) -> None:
+    """Code that copied a cache to write to it, and copied it back, would give the same answers."""
+    cache = executor.parts.kv_pool.layers[0][0]
+    for key in executor.keys:
+        forward = executor.runner(key.phase)._forwards[key]
+        with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+            forward()
+        largest = max(event.cpu_memory_usage for event in trace.events())
+        assert 0 < largest < cache.nbytes
 
 
 def test_compiled_code_is_kept_where_the_folder_says(executor: Executor) -> None:
