@@ -126,11 +126,11 @@ def test_replays_equal_eager_to_the_bit_and_take_no_memory(library: CublasLt, sh
         product.run(operands.x, operands.weight, operands.out, operands.workspace)
         eager = operands.out.clone()
         with torch.no_grad(), graphs.session():
-            before = torch.cuda.memory_allocated()
             graphs.begin_segment()
+            before = torch.cuda.memory_allocated()
             product.run(operands.x, operands.weight, operands.out, operands.workspace)
-            segment = graphs.end_segment()
             assert torch.cuda.memory_allocated() == before
+            segment = graphs.end_segment()
             for _ in range(2):
                 operands.reset()
                 operands.workspace.fill_(MARK)
