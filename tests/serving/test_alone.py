@@ -68,10 +68,10 @@ class Scarce:
 
     def launch(self, batch: Batch, mask: Callable[[], TokenMask | None] | None = None) -> Step:
         chance = self._rng.random() if batch.num_requests > 1 else 1.0
-        if chance < 0.02:
+        if chance < 0.08:
             self._refuse()
         step = self._executor.launch(batch, mask)
-        if chance < 0.04:
+        if chance < 0.12:
             self._refuse()
         return step
 
