@@ -55,6 +55,18 @@ def test_every_key_equals_eager_to_the_bit_in_any_order(executor: Executor) -> N
             assert receipt.bitwise
 
 
+def test_a_pool_smaller_than_its_largest_batches_is_proven_each_time(checkpoint: Path) -> None:
+    """4 pages for buckets of 8 requests and 128 tokens: where requests shared one, who writes last is chance."""
+    limits = limits_of(page_size=16, max_batch=8, max_len=64, chunk=128)
+    executor = executor_of(checkpoint, limits=limits, num_pages=1 + 4, decode_ladder=(8,), prefill_ladder=(128,))
+    for _ in range(20):
+        for key in executor.keys:
+            batches = compositions(executor, key, BatchMaker(limits, 1 + 4, VOCAB_SIZE))
+            assert batches
+            assert check_key(executor, key, batches).bitwise
+    executor.close()
+
+
 def test_answers_come_from_replays_and_pages_are_returned(executor: Executor) -> None:
     chance = random.Random(1)
     prompts = [[chance.randrange(256) for _ in range(chance.choice([1, 7, 40, 130, 300]))] for _ in range(20)]
