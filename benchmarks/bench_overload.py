@@ -5,8 +5,8 @@
 The peak is that of as many clients as the plan has rows, each asking again as soon as it is answered. Overload is an
 open loop: requests arrive at random times at `times` the peak's rate, whatever becomes of those before, half of them
 from one address and the others from three more; all of them read streams, and with `--timeout` give up after so many
-seconds. Where there are two cores or more, the clients have the last to themselves and the server the others, at the
-peak as in overload: else what a load generator takes would count as what overload does.
+seconds. The clients keep to the last core, and the server to the others where there are more than one: else what a load
+generator takes would count as what overload does. Of two cores the server has both, at the peak as in overload.
 
 Cases: `cores`; `peak` and `overload` with output tokens per second of complete answers (goodput), the 50th and 99th
 percentiles of milliseconds between parts of an answer as clients saw them and, of the 99th, between tokens as the
@@ -146,9 +146,9 @@ def percentile_ms(before: dict[float, float], after: dict[float, float], share: 
 
 
 def part_cores() -> dict[str, list[int]]:
-    """Gives this process, and what it starts from now on, all cores but the last; returns who is to have which."""
+    """Gives this process, and what it starts from now on, the server's cores; returns who is to have which."""
     cores = sorted(os.sched_getaffinity(0))
-    parts = {"generator": cores[-1:], "server": cores[:-1] or cores}
+    parts = {"generator": cores[-1:], "server": cores[:-1] if len(cores) > 2 else cores}
     os.environ.setdefault("OMP_NUM_THREADS", str(len(parts["server"])))
     os.sched_setaffinity(0, parts["server"])
     return parts

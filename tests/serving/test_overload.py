@@ -107,9 +107,25 @@ def test_a_crowd_cannot_take_every_seat(server: Live) -> None:
 
 
 def test_a_full_server_refuses_before_it_reads_the_body(server: Live) -> None:
+    """And the connection goes on, whatever of the body comes afterwards."""
     with server.stream("/v1/completions", {**LONG, "n": 128, "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
         with server.stream("/v1/completions", {**LONG, "n": 64, "stream": True}), server.connect() as connection:
-            connection.sendall(post_head("/v1/completions", 1000))
-            assert connection.recv(100).startswith(b"HTTP/1.1 429")
+            connection.sendall(post_head("/v1/completions", 1000, "X-Request-Id: mine"))
+            answer = connection.recv(1000).lower()
+            assert answer.startswith(b"http/1.1 429 too many requests\r\n")
+            assert b"\r\nretry-after: " in answer
+            assert b"\r\nx-request-id: mine\r\n" in answer
+            assert b'"code":"queue_full"' in answer
+            connection.sendall(b"{" * 1000 + post_head("/v1/chat/completions", 2) + b"{}")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 429")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b'{"status":"ok"}'):
+                answer += connection.recv(1000)
+            assert answer.startswith(b"HTTP/1.1 200")
+            connection.sendall(post_head("/v1/completions", 2, "Connection: close") + b"{}")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 429")
+            assert connection.recv(1000) == b""
+    assert server.metric("gplan_requests_total", endpoint="/v1/completions", status="429") >= 2

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -30,6 +30,7 @@ from gplan.serving.http.errors import ApiError
 from gplan.serving.http.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 log = logging.getLogger("gplan.http")
 
@@ -68,8 +69,7 @@ class _Observed:
             await self._app(scope, receive, send)
             return
         started, status = time.monotonic(), CLIENT_GONE
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
+        request_id = _request_id(scope["headers"])
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -79,15 +79,28 @@ class _Observed:
             await send(message)
 
         try:
-            self._check(scope, headers)
+            self._check(scope["method"], scope["path"], scope)
         except ApiError as refusal:
             await refusal(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._note(scope, status, request_id, time.monotonic() - started)
+            self._note(scope["method"], scope["path"], status, request_id, time.monotonic() - started)
 
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    def refuse(self, method: str, path: str, scope: Scope) -> bytes | None:
+        """As `connection.Refusing`."""
+        if path not in _ANSWERING:
+            return None
+        started = time.monotonic()
+        try:
+            self._check(method, path, scope)
+        except ApiError as refusal:
+            request_id = _request_id(scope["headers"])
+            self._note(method, path, refusal.status, request_id, time.monotonic() - started)
+            return refusal.whole((b"x-request-id", request_id))
+        return None
+
+    def _check(self, method: str, path: str, scope: Scope) -> None:
         """What can be told before anything else is done for a request.
 
         Raises:
@@ -95,26 +108,25 @@ class _Observed:
         """
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             raise ApiError(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
-        if self._service.api_key is not None and scope["path"] != "/health":
-            self._check_key(self._service.api_key, headers)
-        if scope["path"] in _ANSWERING and scope["method"] == "POST":
+        if self._service.api_key is not None and path != "/health":
+            self._check_key(self._service.api_key, scope["headers"])
+        if path in _ANSWERING and method == "POST":
             self._service.refuse_early(scope)
 
-    def _check_key(self, key: str, headers: Mapping[bytes, bytes]) -> None:
+    def _check_key(self, key: str, headers: Headers) -> None:
         # Of digests, so that not even the key's length shows in the time it takes.
-        given = sha256(headers.get(b"authorization", b"")).digest()
+        given = sha256(_header(headers, b"authorization")).digest()
         wanted = sha256(b"Bearer " + key.encode()).digest()
         if not hmac.compare_digest(given, wanted):
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
-    def _note(self, scope: Scope, status: int, request_id: bytes, seconds: float) -> None:
-        path = scope["path"]
+    def _note(self, method: str, path: str, status: int, request_id: bytes, seconds: float) -> None:
         self._service.metrics.requests.labels(path if path in _COUNTED else "other", str(status)).inc()
         if log.isEnabledFor(logging.INFO):
             line = {
                 "time": time.time(),
                 "request_id": request_id.decode(),
-                "method": scope["method"],
+                "method": method,
                 "path": path[:200],
                 "status": status,
                 "seconds": round(seconds, 6),
@@ -127,9 +139,13 @@ _COUNTED = _ANSWERING | {"/v1/models", "/tokenize", "/detokenize"}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def _request_id(headers: Mapping[bytes, bytes]) -> bytes:
+def _header(headers: Headers, wanted: bytes) -> bytes:
+    return next((value for name, value in headers if name == wanted), b"")
+
+
+def _request_id(headers: Headers) -> bytes:
     """The client's own id, where it is a harmless one."""
-    given = headers.get(b"x-request-id", b"")
+    given = _header(headers, b"x-request-id")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
@@ -185,7 +201,7 @@ async def _model(service: Service, request: Request) -> Response:
 async def _tokenize(service: Service, request: Request) -> Response:
     body = await decode_body(request, decode_tokenize)
     service.check_model(body.model or service.model)
-    tokens = await service.in_thread(service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+    tokens = await service.aside(service.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
     return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.plan.limits.max_len})
 
 
@@ -198,7 +214,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
         raise ApiError(
             400, f"token id {wrong} is outside the vocabulary of {vocab_size}", param="tokens", code="invalid_token_id"
         )
-    return _json({"prompt": await service.in_thread(service.tokenizer.decode, body.tokens)})
+    return _json({"prompt": await service.aside(service.tokenizer.decode, body.tokens)})
 
 
 # State --------------------------------------------------------------------------------------------------------------

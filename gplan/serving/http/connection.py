@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
@@ -37,14 +38,28 @@ _PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 30, 10, 3
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
+@runtime_checkable
+class Refusing(Protocol):
+    """An application that can tell of some requests at once that they are refused."""
+
+    def refuse(self, method: str, path: str, scope: Scope) -> bytes | None:
+        """The whole response to a request whose head came; None where the application is to be called.
+
+        Args:
+            path: as it was sent.
+            scope: has the headers and the client.
+        """
+
+
 class Connection(HttpToolsProtocol):
-    """Uvicorn's protocol with bounds, and with one protocol only. Refusals close the connection."""
+    """Uvicorn's protocol with bounds, with one protocol only, and with a shorter way for what is refused at once: under
+    overload that is most of what comes. Refusals of what is no request close the connection, others leave it open."""
 
     head_within_s = HEAD_WITHIN_S
     rest_within_s = REST_WITHIN_S
     _head_bytes = _unread_bytes = 0
     """Since the message or the last piece of its body began; of a body that nobody reads."""
-    _in_head, _in_body, _is_repeated = True, False, False
+    _in_head, _in_body, _is_repeated, _is_refused = True, False, False, False
     _late: asyncio.TimerHandle | None = None
     _answered: RequestResponseCycle | None = None
     """What is being answered; `cycle` is what came last."""
@@ -109,25 +124,49 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_waiting()
         self._in_head, self._in_body, self._unread_bytes = False, True, 0
+        if self._answered is None and self._refuses():
+            return
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
         elif len(self.pipeline) < PIPELINED:
             self.flow.resume_reading()
 
+    def _refuses(self) -> bool:
+        """Answers a request that is refused at once."""
+        app = self.app
+        if not isinstance(app, Refusing) or self.parser.should_upgrade():
+            return False
+        response = app.refuse(self.parser.get_method().decode(), self.url.decode("latin-1"), dict(self.scope))
+        if response is None:
+            return False
+        self._is_refused = True
+        self.transport.write(response)
+        if not self.parser.should_keep_alive():
+            self.transport.close()
+        self._wait(self.rest_within_s, self.transport.close)
+        return True
+
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
-        if self.cycle.response_complete:
+        if self._is_refused or self.cycle.response_complete:
             self._unread_bytes += len(body)
             if self._unread_bytes > MAX_UNREAD_BYTES:
                 self.transport.close()
-        super().on_body(body)
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
         if not self._in_head:
             self._stop_waiting()
-        super().on_message_complete()
+        if self._is_refused:
+            self._is_refused = False
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._answered = self.pipeline[-1][0] if self.pipeline else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 import msgspec
 from starlette.types import Receive, Scope, Send
 
@@ -32,14 +34,25 @@ class ApiError(Exception):
         self.retry_after_s, self.allow = retry_after_s, allow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, body = self._parts()
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def whole(self, *more: tuple[bytes, bytes]) -> bytes:
+        """The bytes of an HTTP response, with `more` headers."""
+        headers, body = self._parts()
+        lines = [b"HTTP/1.1 %d %b" % (self.status, HTTPStatus(self.status).phrase.encode())]
+        lines += [b"%b: %b" % header for header in (*headers, *more)]
+        return b"\r\n".join((*lines, b"", body))
+
+    def _parts(self) -> tuple[list[tuple[bytes, bytes]], bytes]:
         body = msgspec.json.encode(self.body())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
         if self.allow is not None:
             headers.append((b"allow", self.allow.encode()))
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        return headers, body
 
     def body(self) -> ErrorResponse:
         return ErrorResponse(error=ErrorBody(message=self.message, type=self._type, param=self.param, code=self.code))

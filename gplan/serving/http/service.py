@@ -57,6 +57,7 @@ class Service:
     seats: Seats = field(init=False)
     jobs: JobMaker = field(init=False)
     _threads: ThreadPoolExecutor = field(init=False)
+    _side_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         limits = self.plan.limits
@@ -65,6 +66,7 @@ class Service:
             max_len=limits.max_len, vocab_size=self.plan.model.vocab_size, eos_token_ids=self.eos_token_ids
         )
         self._threads = ThreadPoolExecutor(2, "tokenize")
+        self._side_thread = ThreadPoolExecutor(1, "aside")
 
     def now(self) -> int:
         """Seconds since 1970."""
@@ -141,6 +143,11 @@ class Service:
         """Runs what would hold up the streams, such as tokenising, in one of few threads."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._threads, functools.partial(fn, *args, **kwargs))
+
+    def aside(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> Awaitable[R]:
+        """The same of what no answer waits for, in a thread of its own: a text of megabytes takes it for seconds."""
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._side_thread, functools.partial(fn, *args, **kwargs))
 
     async def in_thread_with(self, seat: Seat, fn: Callable[..., R], *args: Any) -> R:
         """The same for a request that was let in: its seat is given back if this fails."""
