@@ -64,6 +64,7 @@ class SamplingParams:
         logprobs: how many top alternatives to report with each token; None reports nothing.
         prompt_logprobs: the same for each token of the prompt but the first; its tokens are then all computed.
         stop_token_ids: end the answer and are not part of it.
+        min_tokens: until the answer has so many, none of `stop_token_ids` is drawn.
         grammar: what the answer must follow, in the grammar library's own form; empty for anything.
     """
 

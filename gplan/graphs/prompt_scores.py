@@ -48,7 +48,7 @@ class PromptScorer:
             return None
         parts, width = self._parts, self._parts.limits.max_batch
         hidden = parts.buffers.view("residual", batch.num_tokens)
-        where = torch.tensor([rows, tokens]).to(hidden.device)
+        where = torch.tensor([rows, tokens]).to(hidden.device, non_blocking=True)
         scores = []
         for some in where.split(width, dim=1):
             logits = parts.buffers.view("logits", some.shape[1])

@@ -77,7 +77,7 @@ class Output(Message, frozen=True, array_like=True, tag=True):
 
     Attributes:
         logprobs: per token (log probability, likeliest (token, log probability) pairs), where asked for.
-        finish_reason: `stop`, `length` or `abort` where the request ended with these tokens, else empty.
+        finish_reason: `stop` or `length` where the request ended with these tokens, else empty.
         prompt_logprobs: the same of tokens of the prompt, from position `prompt_start` on. Some may come twice.
     """
 
@@ -146,7 +146,7 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
 
     Attributes:
         num_pages: pages that requests may hold.
-        accepted_drift: sentences on drift that the user accepted, then advisory ones.
+        accepted_drift, advisory_drift: sentences on drift that the user accepted, and on drift that needs no accepting.
         debug_costs: sentences on what the checks that were asked for cost.
         no_grammars: why no answer can follow a grammar; empty where it can.
     """

@@ -65,7 +65,7 @@ class Stopwatch(ABC):
 class GraphDevice(ABC):
     """Records segments into one graph pool and replays them. Segments of a pool never run concurrently.
 
-    `measure_peak`, `synchronize` and `timer` are here because what a graph costs is known only to its device.
+    `measure_peak`, `time_us` and `stopwatch` are here because what a graph costs is known only to its device.
     """
 
     name: ClassVar[str]
