@@ -11,7 +11,7 @@ from cli.text import columns
 from cli.tokenizers import tokenizer_problem
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.drift import Drift
+from formats.drift import Drift, field_text
 from formats.plan_id import plan_id
 
 
@@ -32,7 +32,7 @@ class CheckView(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_problem: str
 
 
-@click.command()
+@click.command(short_help="Checks that checkpoint and machine are as planned.")
 @plan_argument
 @click.option("--checkpoint", help="Where the checkpoint is, if not where it was when it was planned.")
 @click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")
@@ -79,14 +79,11 @@ def _page(view: CheckView) -> str:
 
 
 def _rows(view: CheckView) -> list[tuple[str, ...]]:
-    return [
-        (drift.field, _text(drift.planned), _text(drift.found), str(drift.grade), _verdict(drift, view))
-        for drift in view.drifts
-    ]
+    return [(*_values(drift), str(drift.grade), _verdict(drift, view)) for drift in view.drifts]
 
 
-def _text(value: str | int) -> str:
-    return str(value) if value != "" else "none"
+def _values(drift: Drift) -> tuple[str, str, str]:
+    return drift.field, field_text(drift.field, drift.planned), field_text(drift.field, drift.found)
 
 
 def _verdict(drift: Drift, view: CheckView) -> str:

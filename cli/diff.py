@@ -11,11 +11,12 @@ from cli.effects import Effect
 from cli.text import columns, section, short
 from cli.views import echo_json
 from formats.container import read_plan
+from formats.drift import field_text
 
 DIFFERENT = 1
 
 
-@click.command()
+@click.command(short_help="Compares two plans: decisions, costs, measurements, machine.")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the same as JSON.")
@@ -61,11 +62,11 @@ def _figure(value: float) -> str:
 
 
 def _table(differences: Sequence[Difference]) -> list[str]:
-    rows = [(entry.field, _text(entry.a), "->", _text(entry.b), entry.note) for entry in differences]
+    rows = [(entry.field, _text(entry, entry.a), "->", _text(entry, entry.b), entry.note) for entry in differences]
     return columns(("field", "a", "", "b", ""), rows, left=5) if rows else []
 
 
-def _text(value: Value) -> str:
-    if value is None or value == "":
-        return "none"
-    return short(value) if isinstance(value, float) else str(value)
+def _text(difference: Difference, value: Value) -> str:
+    if value is None or isinstance(value, float):
+        return "none" if value is None else short(value)
+    return field_text(difference.field, value)

@@ -1,15 +1,14 @@
-"""What the command `gplan` runs first: until all is imported, an interrupt ends it without a traceback."""
+"""What the command `gplan` runs first: before anything else is imported, it says what an interrupt does."""
 
 from __future__ import annotations
 
-import signal
+from cli.interrupts import handle_interrupts
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handle_interrupts()
     from cli.main import main as run
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 

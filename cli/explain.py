@@ -65,7 +65,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     variants: tuple[VariantView, ...] = ()
 
 
-@click.command()
+@click.command(short_help="Says which graph a batch of one size is replayed from.")
 @plan_argument
 @click.option("--phase", type=click.Choice(["decode", "prefill"]), required=True)
 @click.option("--size", type=click.IntRange(1), required=True, help="Requests in decode, tokens in prefill.")

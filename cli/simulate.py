@@ -42,7 +42,7 @@ class SimulationView(msgspec.Struct, frozen=True, kw_only=True):
     report: SimulationReport
 
 
-@click.command()
+@click.command(short_help="Runs traffic through a plan's scheduler; needs no model.")
 @plan_argument
 @click.option("--workload", required=True, metavar="TRACE", help="A trace file, or traffic stated in words.")
 @click.option(
@@ -109,11 +109,8 @@ def _page(view: SimulationView, plan: Plan) -> list[str]:
         *section(
             "KV pages", [f"{short(report.kv_pages_mean)} mean, {report.kv_pages_peak} peak, of {report.kv_pages}"]
         ),
-        *section(
-            "prefixes",
-            [f"{count(report.prefix_hits, 'request')} began with {count(report.prefix_hit_tokens, 'cached token')}"],
-        ),
-        *section("preemptions", [str(report.preemptions)]),
+        *section("prefixes", _prefixes(report)),
+        *section("preemptions", [count(report.preemptions, "request") if report.preemptions else "none"]),
         "",
         *section("decode", _phase(report.decode, plan.decode, "requests")),
         "",
@@ -139,6 +136,14 @@ def _throughput(report: SimulationReport) -> Iterator[str]:
         f"{short(report.output_tokens_per_s)} tokens/s, {short(report.requests_per_s)} requests/s over "
         f"{short(report.duration_s)} s, {short(report.busy_s)} s of them busy, {count(report.num_steps, 'step')}"
     )
+
+
+def _prefixes(report: SimulationReport) -> Iterator[str]:
+    if report.prefix_hits:
+        tokens = count(report.prefix_hit_tokens, "token")
+        yield f"{count(report.prefix_hits, 'request')} found {tokens} of their prompts in the prefix cache"
+    else:
+        yield "no request found a part of its prompt in the prefix cache"
 
 
 def _latency(report: SimulationReport) -> list[str]:

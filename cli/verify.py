@@ -25,7 +25,7 @@ class VerifyView(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[tuple[str, str], ...]
 
 
-@click.command()
+@click.command(short_help="Compares every graph of a plan with eager execution.")
 @plan_argument
 @click.option("--checkpoint", help="Where the checkpoint is, if not where it was when it was planned.")
 @click.option("--accept-drift", multiple=True, metavar="FIELD", help="A field that may differ; repeatable.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -75,6 +75,9 @@ MODEL_GRADES: dict[str, Grade] = {
     "num_layers": Grade.MUST_MATCH,
     "vocab_size": Grade.MUST_MATCH,
 }
+
+DIGITS_SHOWN = 12
+"""Of a digest, where people read."""
 
 MEMORY_SLACK = 0.01
 """By how much of it the device's memory may be less: the share a kernel keeps for itself varies a little."""
@@ -199,13 +202,16 @@ def _less(name: str, planned: Fingerprint, found: Fingerprint, needed_bytes: int
 
 
 def _drift(name: str, grade: Grade, planned: Value, found: Value, refuses: bool, rule: str) -> Drift:
-    show: Callable[[Value], str] = _bytes if name.endswith("_memory") else _text
-    sentence = f"{name}: planned for {show(planned)}, found {show(found)}; {rule}"
+    sentence = f"{name}: planned for {field_text(name, planned)}, found {field_text(name, found)}; {rule}"
     return Drift(name, grade, planned, found, refuses, sentence)
 
 
-def _text(value: Value) -> str:
-    return str(value) if value != "" else "none"
+def field_text(name: str, value: Value) -> str:
+    """The value of a field as a person reads it: of a digest, its beginning."""
+    if name.endswith("_memory"):
+        return _bytes(value)
+    text = str(value) if value != "" else "none"
+    return text[:DIGITS_SHOWN] if name.endswith("digest") else text
 
 
 def _bytes(value: Value) -> str:

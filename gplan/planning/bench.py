@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -45,6 +46,8 @@ from gplan.planning.resolve import Resolved
 from gplan.planning.stillness import still
 from gplan.planning.variants import Saving
 from gplan.units import format_size
+
+Item = TypeVar("Item")
 
 POOL_SHARE = 0.6
 """Of the memory left beside weights and buffers, what the measuring KV pool may take at most."""
@@ -113,13 +116,16 @@ class Bench:
 
     def trial(self, phase: Phase, backend: BackendName, sizes: Sequence[int]) -> Trial:
         """Times one backend at a few sizes; `eager` captures nothing."""
+        progress, about = self._progress, f"{phase} {backend}"
         if backend == "eager":
-            return Trial(backend, {size: self.profiler.eager(phase, size) for size in sizes})
+            timed = reporting(progress, f"time {about}", sizes)
+            return Trial(backend, {size: self.profiler.eager(phase, size) for size in timed})
         setup = self.setup(phase, backend, sizes)
         other = self._empty_setup(Phase.PREFILL if phase is Phase.DECODE else Phase.DECODE)
-        with self._captured({phase: setup, other.phase: other}) as (executor, _):
+        with self._captured({phase: setup, other.phase: other}, about) as (executor, _):
             profiler = self._profiler(executor)
-            return Trial(backend, {key.size: profiler.replay(key) for key in setup.keys})
+            timed = reporting(progress, f"time {about}", setup.keys)
+            return Trial(backend, {key.size: profiler.replay(key) for key in timed})
 
     def savings(self, phase: Phase, backend: BackendName, sizes: Sequence[int], part: str) -> list[Saving]:
         """Times a variant against the base of each size."""
@@ -127,10 +133,12 @@ class Bench:
         setup = replace(self.setup(phase, backend, ()), keys=tuple(sorted(key for pair in keys for key in pair)))
         setup = replace(setup, request_slots=self.resolved.prefill_slots if part == FULL else setup.request_slots)
         other = self._empty_setup(Phase.PREFILL if phase is Phase.DECODE else Phase.DECODE)
-        with self._captured({phase: setup, other.phase: other}) as (executor, _):
+        about = f"{phase} {part}"
+        with self._captured({phase: setup, other.phase: other}, about) as (executor, _):
             profiler = self._profiler(executor)
             compare = profiler.base_and_draw if part in DRAW_VARIANTS else profiler.base_and_special
-            return [Saving(base.size, part, *compare(base, special)) for base, special in keys]
+            timed = reporting(self._progress, f"time {about}", keys)
+            return [Saving(base.size, part, *compare(base, special)) for base, special in timed]
 
     def measure(
         self,
@@ -155,7 +163,7 @@ class Bench:
                 entry.key: _captured_again(before[entry.key], entry) if entry.key in before else next(timed)
                 for entry in captured
             }
-            costs = _costs(profiler, buckets, eager) if known is None else known.costs
+            costs = _costs(profiler, buckets, eager, self._progress) if known is None else known.costs
             measured = Measured(captured, buckets, costs, ())
             if is_final(measured):
                 measured = replace(measured, receipts=self._receipts(executor, captured, profiler))
@@ -167,25 +175,31 @@ class Bench:
     def _receipts(self, executor: Executor, captured: Sequence[Captured], profiler: Profiler) -> tuple[Receipt, ...]:
         """Of each key in ascending order, compared with eager."""
         receipts = []
-        for index, entry in enumerate(captured):
-            self._progress("prove", index, len(captured))
+        for entry in reporting(self._progress, "prove", captured):
             receipts.append(check_key(executor, entry.key, compositions(executor, entry.key, profiler.batches)))
-        self._progress("prove", len(captured), len(captured))
         return tuple(reversed(receipts))
 
     def sample(self, setup: PhaseSetup, sizes: Sequence[int]) -> tuple[Bucket, ...]:
         """Times a few more sizes of a phase, captured by themselves; ascending."""
         keys = tuple(ShapeKey(setup.phase, size) for size in sizes)
         other = self._empty_setup(Phase.PREFILL if setup.phase is Phase.DECODE else Phase.DECODE)
-        with self._captured({setup.phase: replace(setup, keys=keys), other.phase: other}) as (executor, captured):
+        setups, about = {setup.phase: replace(setup, keys=keys), other.phase: other}, f"more {setup.phase} sizes"
+        with self._captured(setups, about) as (executor, captured):
             profiler = self._profiler(executor)
-            return tuple(reversed(profiler.buckets(captured, lambda done, total: None)))
+            return tuple(reversed(profiler.buckets(captured, partial(self._progress, f"time {about}"))))
 
     @contextmanager
-    def _captured(self, setups: Mapping[Phase, PhaseSetup]) -> Iterator[tuple[Executor, tuple[Captured, ...]]]:
+    def _captured(
+        self, setups: Mapping[Phase, PhaseSetup], about: str = ""
+    ) -> Iterator[tuple[Executor, tuple[Captured, ...]]]:
+        """What is captured only to be compared says in its progress what it is about."""
+
+        def progress(stage: str, done: int, total: int) -> None:
+            self._progress(f"{stage} {about}".rstrip(), done, total)
+
         graphs = make_graph_device(self.resolved.device)
         executor = attach(self._parts, self._sampler, graphs, setups[Phase.DECODE], setups[Phase.PREFILL])
-        captured = capture_all(executor, self._progress)
+        captured = capture_all(executor, progress)
         with still(executor.device, "while graphs were timed"):
             yield executor, captured
         executor.close()
@@ -280,16 +294,27 @@ class Bench:
         fill_ledger(limits.memory_bytes, Needs(rows=rows), self.layout, limits)
 
 
+def reporting(progress: Progress, stage: str, items: Sequence[Item]) -> Iterator[Item]:
+    """The items, each once those before it are done with; progress is told of every one."""
+    for index, item in enumerate(items):
+        progress(stage, index, len(items))
+        yield item
+    progress(stage, len(items), len(items))
+
+
 def _captured_again(bucket: Bucket, captured: Captured) -> Bucket:
     """A bucket with what capturing it among others took; times are as they were."""
     return msgspec.structs.replace(bucket, graph_bytes=captured.pool_bytes, capture_ms=captured.capture_ms)
 
 
 def _costs(
-    profiler: Profiler, buckets: Mapping[ShapeKey, Bucket], eager: Mapping[Phase, Mapping[int, Timing]]
+    profiler: Profiler,
+    buckets: Mapping[ShapeKey, Bucket],
+    eager: Mapping[Phase, Mapping[int, Timing]],
+    progress: Progress,
 ) -> dict[Phase, Costs]:
     found = {}
-    for phase in Phase:
+    for phase in reporting(progress, "measure costs", tuple(Phase)):
         bases = {key: b for key, b in buckets.items() if key.phase is phase and is_base(key.variant)}
         replays = {key.size: b.graph.median_us for key, b in bases.items() if b.graph}
         forward_us = replays or {size: timing.median_us for size, timing in eager[phase].items()}

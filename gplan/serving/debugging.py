@@ -33,7 +33,9 @@ def _slowdown(phase: PhasePlan) -> str:
     ratios = [bucket.eager.median_us / bucket.graph.median_us for bucket in phase.ladder if bucket.graph is not None]
     if not ratios:
         return f"the plan has no times of {phase.phase}"
-    return f"by the plan's times {phase.phase} takes {min(ratios):.2g} to {max(ratios):.2g} times as long"
+    least, most = f"{min(ratios):.2g}", f"{max(ratios):.2g}"
+    times = least if least == most else f"{least} to {most}"
+    return f"by the plan's times {phase.phase} takes {times} times as long"
 
 
 def _check_cost(plan: Plan, executor: Executor) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from formats.drift import Drift, diff_plan, refusals
+from formats.drift import ACCEPTABLE, Drift, diff_plan, refusals
 from formats.plan import Fingerprint, Plan
 from gplan.errors import DriftError
 from gplan.graphs.machine import read_fingerprint
@@ -38,9 +38,16 @@ class Preflight:
         if self.refused:
             lines = "\n".join(f"  {drift.sentence}" for drift in self.refused)
             raise DriftError(
-                f"this is not what was planned for:\n{lines}",
-                "Plan again here with gplan plan, or accept a field by name with --accept-drift FIELD.",
+                f"this is not what was planned for:\n{lines}", _remedy([drift.field for drift in self.refused])
             )
+
+
+def _remedy(refused: Sequence[str]) -> str:
+    again = "Plan again here: gplan plan CHECKPOINT -o FILE."
+    never = [field for field in refused if field not in ACCEPTABLE]
+    if never:
+        return f"{again} ({', '.join(never)} cannot be accepted: it makes another deployment.)"
+    return f"{again} Or accept it: {' '.join(f'--accept-drift {field}' for field in refused)}."
 
 
 def inspect(plan: Plan, checkpoint: str, accept: Collection[str] = ()) -> Preflight:
