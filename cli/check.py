@@ -69,7 +69,7 @@ def check(plan: str, checkpoint: str | None, accept_drift: tuple[str, ...], as_j
     if broken is not None:
         raise broken
     say("serve would go on")
-    say_next(f"gplan serve {plan}" + (f" --checkpoint {checkpoint}" if checkpoint else ""))
+    say_next("gplan", "serve", plan, *(("--checkpoint", checkpoint) if checkpoint else ()))
 
 
 def _page(view: CheckView) -> str:

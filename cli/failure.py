@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import IO, Any
 
 import click
@@ -49,6 +50,6 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def say_next(command: str) -> None:
-    """The command that follows from what was done."""
-    say(f"next: {command}")
+def say_next(*words: str) -> None:
+    """The command that follows from what was done, as a shell takes it."""
+    say(f"next: {shlex.join(words)}")

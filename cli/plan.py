@@ -111,7 +111,7 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
       gplan plan ./SmolLM2-135M-Instruct -o smollm2.gplan
       gplan plan ./Qwen3-8B -o qwen3.gplan --memory 90% --max-batch 64 --max-len 8192
       gplan plan ./Qwen3-8B -o qwen3.gplan --workload poisson:rate=8,in=512,out=128 --startup-budget 2
-      gplan plan ./Qwen3-8B -o qwen3.gplan --config plan.toml
+      gplan plan --config plan.toml
       gplan plan --from qwen3.gplan -o new.gplan --workload trace.csv
     """
     _check_output(Path(output))
@@ -124,10 +124,10 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
     click.echo(f"{view.plan_id}  {output}")
     if old is not None:
         is_new = not os.path.samefile(old, output)
-        say_next(f"gplan diff {old} {output}" if is_new else f"gplan show {output}")
+        say_next(*(("gplan", "diff", old, output) if is_new else ("gplan", "show", output)))
         return
-    say_next(f"gplan show {output}")
-    say_next(f"gplan serve {output}{_checkpoint_flag(checkpoint or '')}")
+    say_next("gplan", "show", output)
+    say_next("gplan", "serve", output, *_checkpoint_flag(checkpoint or ""))
 
 
 def _measure(checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:
@@ -184,6 +184,6 @@ def _phase(phase: PhasePlan, unit: str) -> str:
     return f"{phase.backend}, {count(len(phase.base_ladder), 'bucket') + ' ' if phase.ladder else ''}{most}"
 
 
-def _checkpoint_flag(checkpoint: str) -> str:
+def _checkpoint_flag(checkpoint: str) -> tuple[str, ...]:
     """A plan remembers a relative path or a hub name, but no absolute path."""
-    return f" --checkpoint {checkpoint}" if os.path.isabs(checkpoint) else ""
+    return ("--checkpoint", checkpoint) if os.path.isabs(checkpoint) else ()

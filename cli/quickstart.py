@@ -51,8 +51,8 @@ def quickstart(random_weights: bool) -> None:
     click.echo("\n".join(["", *replays_table(replays)]))
     if random_weights:
         say("The weights are random, so the answers mean nothing; how they were computed is the same.")
-    say_next(f"gplan show {shlex.quote(str(plan))}")
-    say_next(f"gplan serve {shlex.join(arguments)}")
+    say_next("gplan", "show", str(plan))
+    say_next("gplan", "serve", *arguments)
 
 
 def _dtype_flags() -> tuple[str, ...]:

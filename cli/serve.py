@@ -107,6 +107,6 @@ def serve(
                 f"plan {plan_id(read)} ready in {ready.seconds:.1f} s: {tokens:,} KV tokens, model {options.model_name}"
             )
             click.echo(f"{url}/v1")
-            say_next(f"curl {url}/v1/models")
+            say_next("curl", f"{url}/v1/models")
 
         return serve_plan(read, options, progress, on_ready)

@@ -118,8 +118,8 @@ class Bench:
         """Times one backend at a few sizes; `eager` captures nothing."""
         progress, about = self._progress, f"{phase} {backend}"
         if backend == "eager":
-            timed = reporting(progress, f"time {about}", sizes)
-            return Trial(backend, {size: self.profiler.eager(phase, size) for size in timed})
+            probed = reporting(progress, f"time {about}", sizes)
+            return Trial(backend, {size: self.profiler.eager(phase, size) for size in probed})
         setup = self.setup(phase, backend, sizes)
         other = self._empty_setup(Phase.PREFILL if phase is Phase.DECODE else Phase.DECODE)
         with self._captured({phase: setup, other.phase: other}, about) as (executor, _):

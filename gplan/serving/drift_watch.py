@@ -14,6 +14,7 @@ from one bucket to the next.
 from __future__ import annotations
 
 import logging
+import shlex
 import statistics
 import time
 from bisect import bisect_left
@@ -150,12 +151,12 @@ class DriftWatch:
             phase,
             distance > MAX_DISTANCE,
             f"{phase} steps have other sizes than planned for: total variation {distance:.2f}, limit {MAX_DISTANCE}",
-            f"gplan plan --from {self._path} --workload TRACE -o NEW.gplan",
+            f"gplan plan --from {shlex.quote(self._path)} --workload TRACE -o NEW.gplan",
         )
 
     @property
     def _measure_again(self) -> str:
-        return f"gplan plan {self._checkpoint} -o NEW.gplan"
+        return f"gplan plan {shlex.quote(self._checkpoint)} -o NEW.gplan"
 
     def _judge(self, kind: str, what: str, is_beyond: bool, sentence: str, command: str) -> None:
         """Sets the gauge; of a kind that begins to be beyond its limit, logs one line, at most once in `QUIET_S`."""

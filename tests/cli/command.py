@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,3 +25,18 @@ def gplan(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
         text=True,
         timeout=300,
     )
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The lines of `text` that call gplan, as the words after it."""
+    lines = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*gplan (.*)$", text, re.MULTILINE)
+    return [shlex.split(line.partition("|")[0]) for line in lines]
+
+
+def check_words(words: list[str]) -> None:
+    """
+    Raises:
+        click.UsageError: no command line that gplan takes; nothing is run.
+    """
+    name, *arguments = words
+    cli.commands[name].make_context(name, arguments)

@@ -17,7 +17,7 @@ from cli.main import cli, run
 from formats.container import write_plan
 from formats.errors import FormatError
 from gplan.errors import DriftError, FitError, GplanError, VerificationError
-from tests.cli.command import ROOT, gplan
+from tests.cli.command import ROOT, check_words, commands_in, gplan
 from tests.formats.plans import make_plan
 
 
@@ -121,10 +121,15 @@ def test_a_file_that_is_no_plan_is_refused(command: list[str], content: bytes | 
     assert "\nhint: " in done.stderr
 
 
-def test_every_command_shows_an_example() -> None:
+def test_every_command_shows_examples_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.toml").write_text('checkpoint = "./model"\noutput = "model.gplan"\n')
     for name, command in cli.commands.items():
         assert command.help is not None
-        assert f"gplan {name}" in command.help, name
+        examples = commands_in(command.help)
+        assert any(words[0] == name for words in examples), name
+        for words in examples:
+            check_words(words)
 
 
 def test_the_list_of_commands_is_not_cut_off() -> None:

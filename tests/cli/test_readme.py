@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from cli.main import cli
 from formats.container import write_plan
-from tests.cli.command import ROOT, gplan
+from tests.cli.command import ROOT, check_words, commands_in, gplan
 from tests.formats.plans import make_plan
 
 
@@ -63,6 +66,16 @@ def test_the_file_of_options_is_one(tmp_path: Path) -> None:
     done = gplan("plan", "--config", tmp_path / "plan.toml", "--from", tmp_path / "missing.gplan")
     assert done.returncode == 1, done.stderr
     assert "missing.gplan: does not exist" in done.stderr
+
+
+def test_commands_that_are_shown_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (ROOT / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("plan.toml").write_text(re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)[0])
+    shown = commands_in("".join(re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)))
+    assert {words[0] for words in shown} >= set(cli.commands) - {"quickstart"}
+    for words in shown:
+        check_words(words)
 
 
 def test_metrics_that_are_named_are_there() -> None:
