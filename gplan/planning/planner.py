@@ -139,7 +139,7 @@ def _decide(
         # At the largest size a CPU computes so long that how it is told to makes no difference.
         compared = probes[:-1] or probes if resolved.device.type == "cpu" else probes
         trials = [bench.trial(phase, name, compared) for name in candidates(phase, None, facts, tries_compiler=tries)]
-        verdict = choose_backend(trials, eager)
+        verdict = choose_backend(trials, eager, f"--{phase}-buckets" if is_locked else "")
         choices.measured(field, verdict.backend, verdict.reason)
         backend, rejected = verdict.backend, verdict.rejected
     setup = bench.setup(phase, backend, () if backend == "eager" else ladder)

@@ -77,6 +77,14 @@ def test_eager_wins_only_beyond_the_noise() -> None:
     assert choose_backend(slower, trial("eager", 100, 100, 100, spread=20)).backend == "full"
 
 
+def test_graphs_that_were_asked_for_are_captured_though_eager_is_faster() -> None:
+    slower, eager = [trial("full", 130, 130, 130)], trial("eager", 100, 100, 100, spread=1)
+    verdict = choose_backend(slower, eager, "--decode-buckets")
+    assert verdict.backend == "full"
+    (rejected,) = verdict.rejected
+    assert rejected.reason == "1.30 times faster than full, but --decode-buckets asks for graphs"
+
+
 def test_no_candidate_means_eager() -> None:
     assert choose_backend([], trial("eager", 1, 1, 1)).backend == "eager"
 
