@@ -82,7 +82,7 @@ def replan(old: Plan, options: PlanOptions) -> Plan:
         old,
         decode=solved[Phase.DECODE].plan,
         prefill=solved[Phase.PREFILL].plan,
-        choices=_choices(old, solved),
+        choices=_choices(old, solved, traffic.note),
         workload=workload_of(traffic, report),
         regrets=tuple(found),
         receipts=tuple(receipt for receipt in old.receipts if receipt.key in kept),
@@ -240,14 +240,14 @@ def _judge(figures: Mapping[Phase, PhaseFigures], steps: Mapping[Phase, Steps], 
     return [entry for phase in judged for entry in regrets(figures[phase], steps[phase], workload)]
 
 
-def _choices(old: Plan, solved: Mapping[Phase, _Solved]) -> tuple[Choice, ...]:
+def _choices(old: Plan, solved: Mapping[Phase, _Solved], note: str) -> tuple[Choice, ...]:
     """The old choices in their order, those of solved ladders replaced."""
     made = {
         f"{phase}.ladder": Choice(
             field=f"{phase}.ladder",
             value=_sizes(found.plan),
             basis="measured",
-            reason=found.reason,
+            reason=found.reason + note,
         )
         for phase, found in solved.items()
         if found.reason

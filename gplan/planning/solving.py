@@ -86,7 +86,7 @@ def solve_ladders(
             solved[phase], predictions[phase] = decision, ()
             continue
         figures[phase], predictions[phase] = _refined(bench, figures[phase], steps[phase], limits_ms[phase], price)
-        terms = _Terms(steps[phase], limits_ms[phase], price)
+        terms = _Terms(steps[phase], limits_ms[phase], price, "" if traffic is None else traffic.note)
         solved[phase] = _solved(decision, figures[phase], measured, terms, bench.resolved.prefill_slots, choices)
     buckets = {**measured.buckets, **{key: bucket for f in figures.values() for key, bucket in _by_key(f)}}
     known = Measured((), buckets, measured.costs, ())
@@ -192,11 +192,13 @@ def _busiest(ladder: Sequence[int], steps: Steps) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What a phase is solved under: the traffic's steps, milliseconds for capturing, and the price of a byte."""
+    """What a phase is solved under: the traffic's steps, milliseconds for capturing, and the price of a byte; and what
+    there is to say of the traffic."""
 
     steps: Steps
     limit_ms: float | None
     price: float
+    note: str
 
 
 def _solved(
@@ -209,7 +211,7 @@ def _solved(
 ) -> PhaseDecision:
     """The best ladder among the measured sizes, and the variants of its buckets that pay beside it."""
     solution = best_ladder(figures, terms.steps, terms.limit_ms, terms.price)
-    reason = _reason(solution, len(figures.buckets), terms.limit_ms)
+    reason = _reason(solution, len(figures.buckets), terms.limit_ms) + terms.note
     choices.measured(f"{decision.setup.phase}.ladder", format_buckets(solution.ladder), reason)
     kept = tuple(ShapeKey(decision.setup.phase, size) for size in solution.ladder)
     setup = replace(decision.setup, keys=kept, eager_sizes=solution.eager_sizes)

@@ -45,11 +45,18 @@ Steps = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A workload, cut to the plan's lengths. Ladders are solved for `seen`; `held_out` judges them."""
+    """A workload, cut to the plan's lengths. Ladders are solved for `seen`; `held_out` judges them. `num_cut`: requests
+    of both that were longer."""
 
     spec: str
     seen: Trace
     held_out: Trace | None
+    num_cut: int = 0
+
+    @property
+    def note(self) -> str:
+        """What there is to say of it behind the reason for a ladder."""
+        return f"; {self.num_cut} of the workload's requests cut to the maximum length" if self.num_cut else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +116,17 @@ def read_traffic(
         GplanError: it holds no request.
         FormatError: it cannot be read; names file, line and field.
     """
-    trace = read_workload(spec, count_tokens).sped_up(speedup or 1.0).truncated(max_len)
+    whole = read_workload(spec, count_tokens).sped_up(speedup or 1.0)
+    trace = whole.truncated(max_len)
+    num_cut = sum(cut is not asked for cut, asked in zip(trace.requests, whole.requests, strict=True))
     if not trace.requests:
         raise GplanError(f"--workload {spec}: no requests in it", "Give a trace of at least one request.")
     name = spec if is_stated(spec) else spec.rsplit("/", 1)[-1]
     if speedup is not None:
         name += f", {speedup:g} times as fast"
     if len(trace.requests) < 2 * MIN_HALF:
-        return Traffic(name, trace, None)
-    return Traffic(name, *halves(trace))
+        return Traffic(name, trace, None, num_cut)
+    return Traffic(name, *halves(trace), num_cut)
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace]:

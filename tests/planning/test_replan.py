@@ -59,6 +59,12 @@ def test_products_stay_with_the_times_that_were_measured_with_them() -> None:
     assert decode(encode(new)).products == old.products
 
 
+def test_requests_that_are_cut_are_told_of() -> None:
+    cut = {choice.field: choice.reason for choice in for_traffic(f"uniform:{OLD.limits.max_len},n=30").choices}
+    assert cut["decode.ladder"].endswith("; 30 of the workload's requests cut to the maximum length")
+    assert not any("cut to" in choice.reason for choice in for_traffic().choices)
+
+
 def test_the_same_traffic_gives_the_same_plan() -> None:
     assert encode(for_traffic()) == encode(for_traffic())
     again = for_traffic(old=for_traffic())
