@@ -3,7 +3,7 @@
     python -m benchmarks.bench_start PLAN --checkpoint DIR [--starts 2] [--cold]
 
 `--cold` empties Triton's compile cache before the first start. The checkpoint's tokenizer is needed, as `serve` needs
-it; random checkpoints are given one of bytes.
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from pathlib import Path
 
 from cli.local_server import free_port
 
@@ -52,20 +51,6 @@ def _is_healthy(port: int) -> bool:
         return False
 
 
-def give_tokenizer(checkpoint: Path) -> None:
-    """Writes a tokenizer of bytes beside a checkpoint that has none."""
-    if (checkpoint / "tokenizer.json").exists():
-        return
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(checkpoint)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan")
@@ -73,7 +58,6 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--cold", action="store_true")
     arguments = parser.parse_args()
-    give_tokenizer(Path(arguments.checkpoint))
     cache = tempfile.mkdtemp() if arguments.cold else None
     environment = os.environ | ({"TRITON_CACHE_DIR": cache} if cache else {})
     for number in range(arguments.starts):

@@ -76,7 +76,8 @@ def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def write_checkpoint(name: str, folder: Path, layers: int | None = None, seed: int = 0) -> Path:
-    """Writes config.json and sharded safetensors; weights are drawn on the GPU where there is one."""
+    """Writes config.json, a tokenizer of bytes and sharded safetensors; weights are drawn on the GPU where there is
+    one."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(name, layers)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -104,7 +105,20 @@ def write_checkpoint(name: str, folder: Path, layers: int | None = None, seed: i
     flush()
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _write_tokenizer(folder)
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 if __name__ == "__main__":
