@@ -61,11 +61,13 @@ class Connection(HttpToolsProtocol):
     """Since the message or the last piece of its body began; of a body that nobody reads."""
     _in_head, _in_body, _is_repeated, _is_refused = True, False, False, False
     _late: asyncio.TimerHandle | None = None
+    _refusing: Refusing | None = None
     _answered: RequestResponseCycle | None = None
     """What is being answered; `cycle` is what came last."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._refusing = self.app if isinstance(self.app, Refusing) else None
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -134,10 +136,10 @@ class Connection(HttpToolsProtocol):
 
     def _refuses(self) -> bool:
         """Answers a request that is refused at once."""
-        app = self.app
-        if not isinstance(app, Refusing) or self.parser.should_upgrade():
+        if self._refusing is None or self.parser.should_upgrade():
             return False
-        response = app.refuse(self.parser.get_method().decode(), self.url.decode("latin-1"), dict(self.scope))
+        method, path = self.parser.get_method().decode(), self.url.decode("latin-1")
+        response = self._refusing.refuse(method, path, dict(self.scope))
         if response is None:
             return False
         self._is_refused = True
