@@ -92,11 +92,14 @@ class EngineClient:
 
     Args:
         observer: is told of every step and every token's delay.
+
+    Raises:
+        GplanError: there is no folder for its socket.
     """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._folder = Path(tempfile.mkdtemp(prefix="gplan-"))
+        self._folder = _temporary_folder()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -284,6 +287,15 @@ class EngineClient:
         for opened in lost:
             opened.interrupt("")
         self.died.set()
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="gplan-"))
+    except OSError as error:
+        raise GplanError(
+            f"cannot make a temporary folder: {error}", "Set TMPDIR to a short path that can be written to."
+        ) from error
 
 
 def _ending(code: int) -> str:

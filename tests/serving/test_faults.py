@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ import openai
 import pytest
 
 from formats.container import read_plan, write_plan
+from gplan.errors import GplanError
+from gplan.serving.client import EngineClient
+from gplan.serving.metrics import Metrics
 from tests.serving.live import MODEL, Live, events, eventually
 
 KEY = "s3cret-key"
@@ -217,6 +221,13 @@ def _children(pid: int) -> list[int]:
 def test_no_socket_lies_about_while_serving(server: Live) -> None:
     assert server.get("/health").status_code == 200
     assert list(server.temporary.iterdir()) == []
+
+
+def test_without_a_temporary_folder_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch, plan_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(plan_path.parent / "none"))
+    with pytest.raises(GplanError) as refused:
+        EngineClient(Metrics(read_plan(plan_path)))
+    assert "TMPDIR" in refused.value.hint
 
 
 def test_a_port_that_is_taken_is_known_at_once(plan_path: Path) -> None:
