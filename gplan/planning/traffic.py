@@ -22,7 +22,7 @@ from gplan.graphs.admission import PhaseSetup
 from gplan.planning.backends import MAX_NOISE
 from gplan.planning.buckets import Problem, Solution, solve
 from gplan.planning.curves import Curve
-from gplan.planning.eager import LEAST_GAIN
+from gplan.planning.eager import LEAST_GAIN, device_bound_us
 from gplan.planning.ladders import NAMED_LADDERS, FloatArray, ladder_cost, named_ladder
 from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import SimulationReport
@@ -177,14 +177,17 @@ def problem_of(
     byte_price_us: float,
     max_buckets: int = MAX_BUCKETS,
 ) -> Problem:
-    """What the ladder of a phase is solved for. What was not measured at a candidate is read off its neighbours."""
+    """What the ladder of a phase is solved for. What was not measured at a candidate is read off its neighbours; sizes
+    that will not be served eagerly take for ever so."""
     maximum, buckets = figures.setup.max_size, figures.buckets
+    eager_us = _over(figures.eager_us, maximum)
+    eager_us[eager_us < device_bound_us(figures.eager_us.values())] = np.inf
     return Problem(
         maximum=maximum,
         steps=with_doubt(steps, maximum),
         candidates=tuple(candidates),
         graph_us=_over(figures.graph_us, maximum),
-        eager_us=_over(figures.eager_us, maximum),
+        eager_us=eager_us,
         rows_us=np.asarray(figures.rows_us),
         graph_bytes=_over({bucket.size: float(bucket.graph_bytes) for bucket in buckets}, maximum),
         capture_ms=_over({bucket.size: bucket.capture_ms for bucket in buckets}, maximum),

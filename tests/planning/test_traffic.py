@@ -10,9 +10,22 @@ import pytest
 from benchmarks.bench_ladders import BOUNDS, Figures, Histograms, cases, cost_of, histograms, solved
 from benchmarks.bench_packing import changes, without_and_with
 from benchmarks.curves import Curves, read_curves
+from formats.measurements import Costs, Timing
+from formats.plan import Bucket, Limits
 from formats.workload import read_workload
-from gplan.core import Phase
-from gplan.planning.traffic import DOUBT, MAX_BUCKETS, halves, read_traffic, with_doubt
+from gplan.core import Phase, ShapeKey
+from gplan.graphs.admission import PhaseSetup
+from gplan.planning.eager import cheaper_eagerly
+from gplan.planning.traffic import (
+    DOUBT,
+    MAX_BUCKETS,
+    PhaseFigures,
+    best_ladder,
+    halves,
+    read_traffic,
+    with_doubt,
+)
+from gplan.scheduling.times import interpolate
 
 CURVES = Path(__file__).parents[2] / "benchmarks" / "curves" / "llama-3.1-8b-h200.json"
 OTHER = "poisson:rate=7,in=50-900,out=20-300,n=300,seed=5"
@@ -71,3 +84,25 @@ def test_prompts_cut_at_buckets_wait_no_longer(curves: Curves, rate: int) -> Non
     first = changes(plain.ttft_ms, packed.ttft_ms)
     assert all(first[rank] <= 0 for rank in ("mean", "p50", "p90", "p95", "p99")), first
     assert changes(plain.inter_token_ms, packed.inter_token_ms)["mean"] <= 0
+
+
+def test_a_size_that_will_not_be_served_eagerly_keeps_a_bucket_near() -> None:
+    """Eager execution is as fast as replays here, but not used where most of its time may be launching."""
+    times = {8: 85181.0, 16: 100723.0, 32: 125921.0, 64: 184029.0, 128: 286214.0, 256: 475955.0}
+    buckets = tuple(_bucket(size, us) for size, us in times.items())
+    limits = Limits(max_batch=8, max_len=1024, chunk=256, page_size=16, memory_bytes=1 << 31)
+    keys = tuple(ShapeKey(Phase.PREFILL, size) for size in times)
+    setup = PhaseSetup(phase=Phase.PREFILL, backend="breakable", keys=keys, max_size=256)
+    figures = PhaseFigures(setup, buckets, {}, Costs(), limits)
+    steps = (*((size, 5) for size in range(70, 131)), (256, 40))
+    ladder = best_ladder(figures, steps, None, 0.0).ladder
+    eager_sizes = cheaper_eagerly([_bucket(size, times[size]) for size in ladder], times, figures.rows_us)
+    for size in range(1, 257):
+        bucket = min(each for each in ladder if each >= size)
+        if not any(first <= size <= last for first, last in eager_sizes):
+            assert times[bucket] <= 1.6 * interpolate(times, size), f"{size} tokens replay {bucket}"
+
+
+def _bucket(size: int, us: float) -> Bucket:
+    timing = Timing(median_us=us, spread_us=us / 1000, runs=3)
+    return Bucket(size=size, graph=timing, eager=timing, graph_bytes=0, capture_ms=1.0, num_segments=1)
