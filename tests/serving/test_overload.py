@@ -128,4 +128,9 @@ def test_a_full_server_refuses_before_it_reads_the_body(server: Live) -> None:
             connection.sendall(post_head("/v1/completions", 2, "Connection: close") + b"{}")
             assert connection.recv(1000).startswith(b"HTTP/1.1 429")
             assert connection.recv(1000) == b""
+            with server.connect() as old:
+                kept = post_head("/v1/completions", 2, "Connection: keep-alive")
+                old.sendall(kept.replace(b"HTTP/1.1", b"HTTP/1.0") + b"{}")
+                assert old.recv(1000).startswith(b"HTTP/1.1 429")
+                assert old.recv(1000) == b"", "a client of HTTP/1.0 takes the connection's end for the answer's"
     assert server.metric("gplan_requests_total", endpoint="/v1/completions", status="429") >= 2

@@ -144,7 +144,8 @@ class Connection(HttpToolsProtocol):
             return False
         self._is_refused = True
         self.transport.write(response)
-        if not self.parser.should_keep_alive():
+        # As for answers: a client of HTTP/1.0 would have to be told that the connection stays.
+        if not self.parser.should_keep_alive() or self.parser.get_http_version() == "1.0":
             self.transport.close()
         self._wait(self.rest_within_s, self.transport.close)
         return True
