@@ -128,7 +128,8 @@ def _costs(costs: Costs) -> Iterator[str]:
     """What steps take beside what their size says."""
     if costs.cached_us:
         timed = f"; sizes were timed at {count(costs.context, 'token')} each" if costs.context else ""
-        yield f"1,000 cached tokens more for a request that decodes: {short(costs.cached_us * 1e3)} µs{timed}"
+        slopes = ", ".join(f"{short(us * 1e3)} µs at {count(n, 'request')}" for n, us in costs.cached_us)
+        yield f"1,000 cached tokens more for a request that decodes: {slopes}{timed}"
     if costs.pair_us:
         yield f"1,000 tokens of a prompt after 1,000 others: {short(costs.pair_us * 1e6)} µs more than alone"
     if costs.beyond_us:

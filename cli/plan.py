@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +134,22 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
 def _measure(checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:
     if checkpoint is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'; or plan anew --from another plan.")
-    if not has_tokenizer(checkpoint):
+    is_servable = has_tokenizer(checkpoint)
+    if not is_servable:
         say("there is no tokenizer in the checkpoint: the plan can be verified and simulated, but not served")
-    elif (problem := tokenizer_problem(checkpoint)) is not None:
-        raise problem
     from gplan.planning.planner import make_plan
 
-    with show_progress() as progress:
-        return make_plan(PlanOptions(checkpoint=checkpoint, **flags), progress)
+    # The look takes seconds, most of them of importing: while weights are loaded, and over before anything is timed.
+    with ThreadPoolExecutor(1) as pool, show_progress() as progress:
+        looked = pool.submit(tokenizer_problem, checkpoint) if is_servable else None
+
+        def require_tokenizer() -> None:
+            problem = None if looked is None else looked.result()
+            if problem is not None:
+                raise problem
+
+        options = PlanOptions(checkpoint=checkpoint, **flags)
+        return make_plan(options, progress, before_measuring=require_tokenizer)
 
 
 def _solve_again(old: str, checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:

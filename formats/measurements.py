@@ -47,8 +47,9 @@ class Costs(Record, frozen=True, kw_only=True):
 
     Attributes:
         context: cached tokens of each request when sizes were timed.
-        contexts: steps timed at this and other contexts in turns, from which the two figures below come.
-        cached_us: per cached token that a request which decodes reads.
+        contexts: steps timed at this and other contexts in turns, from which the figures below come.
+        cached_us: (requests, microseconds) ascending: per cached token that a request which decodes reads, in a step of
+            so many requests. The fewer they are, the less of the device reads for each.
         pair_us: per prompt token and token before it, cached or in the same step: what attention compares.
         beyond_us: (requests, microseconds) ascending: what a step takes beyond its forward (sampling, and what the host
             does while the device waits) as steps follow each other.
@@ -57,7 +58,7 @@ class Costs(Record, frozen=True, kw_only=True):
 
     context: int = 0
     contexts: tuple[ContextTiming, ...] = ()
-    cached_us: float = 0.0
+    cached_us: tuple[tuple[int, float], ...] = ()
     pair_us: float = 0.0
     beyond_us: tuple[tuple[int, float], ...] = ()
     host_us: float = 0.0

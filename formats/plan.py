@@ -13,7 +13,7 @@ from typing import Literal
 from formats.measurements import Costs, Prediction, SizeTiming, Timing
 from formats.record import Record
 
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 """Version of the fields and of the container. Another version is refused, never migrated."""
 
 PhaseName = Literal["decode", "prefill"]

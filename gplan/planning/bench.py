@@ -71,9 +71,17 @@ class Bench:
 
     Args:
         sizes: of both phases' ladders. Their matrix products are timed first, since all other times rest on them.
+        before_measuring: called once the weights are loaded.
     """
 
-    def __init__(self, resolved: Resolved, sizes: Collection[int], patience: Patience, progress: Progress) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        sizes: Collection[int],
+        patience: Patience,
+        progress: Progress,
+        before_measuring: Callable[[], None],
+    ) -> None:
         self.resolved, self._patience, self._progress = resolved, patience, progress
         self.layout = kv_layout(resolved.spec, resolved.limits.page_size, resolved.dtype)
         self._refuse_heavy_weights()
@@ -84,10 +92,12 @@ class Bench:
                 resolved.checkpoint, resolved.spec, resolved.dtype, resolved.device, resolved.limits.max_len
             )
         progress("load", 1, 1)
+        before_measuring()
         self._refuse_what_cannot_fit()
         self.products = self._choose_products(sizes)
         self._config = self._measuring_config()
         self._parts, self._sampler = take_memory(self._model, resolved.spec, self._config, lambda row, nbytes: None)
+        self._parts.kv_pool.fill_with_noise()
         self.result_lag = graphs.result_lag
         self._eager = attach(self._parts, self._sampler, graphs, self._config.decode, self._config.prefill)
         self.profiler = self._profiler(self._eager)

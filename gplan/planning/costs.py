@@ -1,7 +1,8 @@
 """What steps take beside what their size says: cached tokens read, tokens compared, sampling, and the host's part.
 
-Sizes are timed at one context; serving sees all. So a few steps are timed at other contexts, and two slopes fitted to
-them: per cached token that a decoding request reads, and per pair of tokens that a prompt compares. What a step takes
+Sizes are timed at one context; serving sees all. So a few steps are timed at other contexts, and slopes fitted to them:
+per cached token that a decoding request reads, by how many decode, and per pair of tokens that a prompt compares. Rows
+of padding read nothing, so a step's slope is that of its requests, not of its bucket. What a step takes
 beyond its forward is the difference between steps that follow each other as in serving and their forwards alone. All of
 these are differences, so what is compared is timed in turns: a machine that others use is not as fast now as it was.
 """
@@ -21,6 +22,9 @@ from gplan.scheduling.times import prompt_pairs
 
 LONGEST_CONTEXT = 4096
 """Tokens before a prompt's chunk that are timed at most."""
+
+APART = 4
+"""How much larger than the one before a decode step is whose slope is measured."""
 
 RUN = 16
 """Decode steps that follow each other, with requests of unlike lengths as in serving: sizes are timed with equal ones,
@@ -45,23 +49,43 @@ def measure_costs(profiler: Profiler, phase: Phase, forward_us: Mapping[int, flo
 
 def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
     sizes, most = sorted(forward_us), profiler.context
-    timed, points = [], []
-    for size in {sizes[len(sizes) // 2], sizes[-1]}:
-        contexts = [most, *_contexts(most, profiler.limits)]
+    contexts = [most, *_contexts(most, profiler.limits)]
+    timed, cached_us = [], dict[int, float]()
+    for size in _apart(sizes):
         timings = profiler.forwards([profiler.batches.decode(size, context) for context in contexts])
+        points = []
         for context, timing in zip(contexts, timings, strict=True):
             timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
             points.append((size * (context - most), timing.median_us - timings[0].median_us))
-    cached_us = slope(points)
+        cached_us[size] = slope(points)
     context = max(1, min(most, profiler.limits.max_len - RUN))
     steps = min(RUN, profiler.limits.max_len - context)
     around = []
-    for size in sorted({sizes[0], sizes[-1]}):
+    for size in _ends(sizes):
         run = profiler.batches.uneven_run(size, context, steps)
         fewer = size * most - sum(chunk.start for chunk in run[0].chunks)
-        around.append(_Around(size, run, profiler.batches.decode(size, most), cached_us * fewer))
+        around.append(_Around(size, run, profiler.batches.decode(size, most), cached_us[size] * fewer))
     beyond, host = _around(profiler, around)
-    return Costs(context=most, contexts=_ordered(timed), cached_us=cached_us, beyond_us=beyond, host_us=host)
+    return Costs(
+        context=most,
+        contexts=_ordered(timed),
+        cached_us=tuple(cached_us.items()),
+        beyond_us=beyond,
+        host_us=host,
+    )
+
+
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """Of ascending sizes the first, those at least `APART` times the one before, and the last."""
+    chosen = [sizes[0]]
+    for size in sizes:
+        if size >= APART * chosen[-1]:
+            chosen.append(size)
+    return [*chosen, *_ends(sizes)[1:]] if chosen[-1] != sizes[-1] else chosen
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return sorted({sizes[0], sizes[-1]})
 
 
 def _contexts(context: int, limits: Limits) -> list[int]:
@@ -82,12 +106,12 @@ def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs
             timed.append(ContextTiming(size=size, decodes=0, context=context, timing=timing))
             points.append((size * context, timing.median_us - timings[0].median_us))
         pair_us = slope(points)
-    cached_us = 0.0
+    cached_us: tuple[tuple[int, float], ...] = ()
     for mixed, plain in _mixed(profiler, forward_us):
         timed.append(mixed)
         spared = prompt_pairs(0, mixed.size) - prompt_pairs(0, mixed.size - mixed.decodes)
         added = mixed.timing.median_us - plain.median_us + pair_us * spared
-        cached_us = slope([(mixed.decodes * mixed.context, added)])
+        cached_us = ((mixed.decodes + 1, slope([(mixed.decodes * mixed.context, added)])),)
     one, rows = _largest(forward_us, limits.max_len - 1), _most_requests(profiler)
     alone, many = batches.prefill(one), batches.ragged(_smallest(forward_us, rows), rows)
     around = [_Around(n, [batch], batch, 0.0) for n, batch in ((1, alone), (rows, many))[:rows]]

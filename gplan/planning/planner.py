@@ -9,7 +9,7 @@ checked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -45,12 +45,21 @@ LADDER_PADDING = {
 """How much larger than the bucket below a bucket of the default ladder is. Capturing on a CPU runs every size; on a GPU
 it takes about 10 ms and hardly any memory."""
 
-TURNS = {"cpu": 3, "cuda": 1}
-"""In which times that are compared are taken. A GPU is ours alone; a CPU is as fast as its other users let it be."""
+PATIENCE = {"cpu": Patience(turns=3), "cuda": Patience(max_runs=10, seconds=0.15)}
+"""A GPU is ours alone and repeats itself; a CPU is as fast as its other users let it be."""
 
 
-def make_plan(options: PlanOptions, progress: Progress, patience: Patience | None = None) -> Plan:
+def make_plan(
+    options: PlanOptions,
+    progress: Progress,
+    patience: Patience | None = None,
+    *,
+    before_measuring: Callable[[], None] = lambda: None,
+) -> Plan:
     """Plans a checkpoint for this machine.
+
+    Args:
+        before_measuring: called once the weights are loaded, before anything is timed; what it raises ends planning.
 
     Raises:
         GplanError: something asked for cannot be; nothing was written.
@@ -68,7 +77,7 @@ def make_plan(options: PlanOptions, progress: Progress, patience: Patience | Non
     prefill_kernel = kernels.prefill_kernel(resolved.dtype, resolved.spec.head_dim, resolved.device)
     fingerprint = read_fingerprint(resolved.device, resolved.kernels, prefill_kernel, kernels.blas_version())
     sizes = {size for ladder in ladders.values() for size in ladder}
-    bench = Bench(resolved, sizes, patience or Patience(turns=TURNS[resolved.device.type]), progress)
+    bench = Bench(resolved, sizes, patience or PATIENCE[resolved.device.type], progress, before_measuring)
     if bench.products.num_timed:
         choices.measured("products", len(bench.products.choices), bench.products.reason)
     locked = {Phase.DECODE: options.decode_buckets is not None, Phase.PREFILL: options.prefill_buckets is not None}

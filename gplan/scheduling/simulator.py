@@ -118,7 +118,7 @@ class _Run:
         now, end = self._now, self._end
         count = busy = page_ps = 0
         complete: list[Request] = []
-        fixed, cached_ps = times.fixed_ps(size, size), times.cached_ps
+        fixed, cached_ps = times.fixed_ps(size, size), times.cached_ps[size] if times.cached_ps else 0
         duration = times.step_ps(size, size, cached_tokens)
         while not complete and now < horizon:
             repeated = repeat()

@@ -32,7 +32,7 @@ class PhaseTimes:
         eager_ps: an eager step of each size, as it was timed.
         rows_ps: of both, what reading and comparing cached tokens took.
         request_slots: a step of more requests runs eagerly; 0 for no limit.
-        cached_ps: for each cached token that a request which decodes reads.
+        cached_ps: by number of requests, for each cached token that one which decodes reads; empty for nothing.
         pair_ps: for each pair of a prompt's token and a token before it.
         beyond_ps: by number of requests, beyond the forward; empty for nothing.
         host_ps: from a result to the start of the next step, on the host.
@@ -43,7 +43,7 @@ class PhaseTimes:
     eager_ps: tuple[int, ...]
     rows_ps: tuple[int, ...]
     request_slots: int = 0
-    cached_ps: int = 0
+    cached_ps: tuple[int, ...] = ()
     pair_ps: int = 0
     beyond_ps: tuple[int, ...] = ()
     host_ps: int = 0
@@ -58,8 +58,9 @@ class PhaseTimes:
     def step_ps(self, size: int, num_requests: int, cached_tokens: int, pairs: int = 0) -> int:
         """A step of `size` whose decoding requests read `cached_tokens` in all and whose prompts compare `pairs`; at
         least 1 ps."""
+        cached_ps = self.cached_ps[num_requests] if self.cached_ps else 0
         fixed = self.fixed_ps(size, num_requests)
-        return max(1, fixed + self.cached_ps * cached_tokens + self.pair_ps * pairs)
+        return max(1, fixed + cached_ps * cached_tokens + self.pair_ps * pairs)
 
     def fixed_ps(self, size: int, num_requests: int) -> int:
         """Of a step, what does not depend on its tokens' contexts."""
@@ -113,21 +114,21 @@ def phase_times(
             above it or `eager_sizes` ([first, last] ranges) says otherwise.
         graph_us, eager_us: microseconds by size, at least one of each (`graph_us` may lack where `ladder` is empty).
         rows_us: of each size, see `rows_us`; empty for nothing.
-        max_batch: requests of a step at most, where `costs` has anything beyond the forward.
+        max_batch: requests of a step at most; `maximum` where it is not given.
     """
     sizes = range(1, maximum + 1)
     bucket = [_bucket(ladder, size, padding_cap, eager_sizes) for size in sizes]
     costs = costs or Costs()
-    beyond = dict(costs.beyond_us)
+    requests = range(1, (max_batch or maximum) + 1)
     return PhaseTimes(
         bucket=(0, *bucket),
         graph_ps=(0, *_picoseconds(graph_us or eager_us, sizes)),
         eager_ps=(0, *_picoseconds(eager_us, sizes)),
         rows_ps=tuple(round(us * PS_PER_US) for us in rows_us) or (0,) * (maximum + 1),
         request_slots=request_slots,
-        cached_ps=round(costs.cached_us * PS_PER_US),
+        cached_ps=_by_requests(costs.cached_us, requests),
         pair_ps=round(costs.pair_us * PS_PER_US),
-        beyond_ps=(0, *_picoseconds(beyond, range(1, max_batch + 1))) if beyond else (),
+        beyond_ps=_by_requests(costs.beyond_us, requests),
         host_ps=round(costs.host_us * PS_PER_US),
     )
 
@@ -136,7 +137,8 @@ def rows_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[floa
     """[maximum + 1]: of the time of each size, what its rows added by reading or comparing tokens before them: in
     decode `costs.context` each; prompts were timed from nothing, as few and as long as possible."""
     if phase is Phase.DECODE:
-        return [size * costs.context * costs.cached_us for size in range(maximum + 1)]
+        cached_us = dict(costs.cached_us) or {1: 0.0}
+        return [size * costs.context * interpolate(cached_us, size) for size in range(maximum + 1)]
     longest = max_len - 1
     whole = prompt_pairs(0, longest)
     return [(size // longest * whole + prompt_pairs(0, size % longest)) * costs.pair_us for size in range(maximum + 1)]
@@ -190,6 +192,10 @@ def _interpolate(points: Sequence[tuple[int, float]], sizes: Sequence[int], size
         return above
     low, below = points[right - 1]
     return below + (above - below) * (size - low) / (high - low)
+
+
+def _by_requests(figures: Sequence[tuple[int, float]], requests: range) -> tuple[int, ...]:
+    return (0, *_picoseconds(dict(figures), requests)) if figures else ()
 
 
 def _picoseconds(points: Mapping[int, float], sizes: range) -> list[int]:

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from formats.measurements import Timing
 from formats.plan import PhasePlan, Plan, bucket_key
+from gplan.scheduling.times import interpolate
 from gplan.serving.protocol import LedgerActual, StepStats
 
 log = logging.getLogger("gplan.drift")
@@ -69,7 +70,7 @@ class DriftWatch:
         phases = (plan.decode, plan.prefill)
         self._path, self._checkpoint, self._now = path, plan.model.source, now
         self._timings = dict(_timings(phases)) if times_replays else {}
-        self._costs = plan.decode.costs
+        self._context, self._cached_us = plan.decode.costs.context, dict(plan.decode.costs.cached_us)
         self._replays: Mapping[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._traffic: Mapping[str, _Shares] = {
             str(phase.phase): _Shares(phase, steps)
@@ -139,10 +140,11 @@ class DriftWatch:
         """What a step may take beyond its bucket's time, for the tokens that it reads; None where that is not known."""
         if step.phase != "decode":
             return None if step.cached_tokens else 0.0
-        beyond = step.cached_tokens - (step.size + step.padding_rows) * self._costs.context
-        if beyond <= 0:
-            return 0.0
-        return beyond * self._costs.cached_us if self._costs.cached_us else None
+        timed = (step.size + step.padding_rows) * self._context
+        if not self._cached_us:
+            return 0.0 if step.cached_tokens <= timed else None
+        timed_us = timed * interpolate(self._cached_us, step.size + step.padding_rows)
+        return max(0.0, step.cached_tokens * interpolate(self._cached_us, step.size) - timed_us)
 
     def _on_traffic(self, phase: str, distance: float) -> None:
         self._distance.labels(phase).set(distance)

@@ -113,6 +113,7 @@ def verify_all(executor: Executor, vocab_size: int, progress: Progress) -> Verif
     """Replays every key against eager, on batches of several sizes, lengths and prefixes, with its addresses and inputs
     checked."""
     parts = executor.parts
+    parts.kv_pool.fill_with_noise()
     batches = BatchMaker(parts.limits, parts.kv_pool.num_pages, vocab_size)
     receipts, failures = [], []
     for index, key in enumerate(executor.keys):

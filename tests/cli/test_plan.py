@@ -96,4 +96,4 @@ def test_a_broken_tokenizer_is_found_before_anything_is_measured(checkpoint: Pat
     result = CliRunner().invoke(cli, ["plan", str(broken), "-o", str(tmp_path / "p.gplan"), *LIMITS])
     assert result.exit_code == 1
     assert "no usable tokenizer" in result.stderr
-    assert "load" not in result.stderr
+    assert "warm up" not in result.stderr

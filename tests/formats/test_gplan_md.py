@@ -76,7 +76,7 @@ def test_a_reader_written_from_the_page(value: plan.Plan) -> None:
     assert data[:8] == bytes.fromhex("89 67 70 6c 61 6e 0d 0a")
     version, json_size, payload_size = (int.from_bytes(data[at : at + 4], "little") for at in (8, 12, 16))
     payload = data[52:]
-    assert (version, payload_size) == (3, len(payload))
+    assert (version, payload_size) == (4, len(payload))
     assert data[20:52] == hashlib.sha256(data[:20] + payload).digest()
     text = zstandard.ZstdDecompressor().decompress(payload)
     assert len(text) == json_size
@@ -94,7 +94,7 @@ def identify(found: dict[str, Any]) -> str:
     for name in ("torch", "cuda", "kernels_version"):
         machine[name] = ".".join(found["fingerprint"][name].split(".")[:2])
     decisions = {
-        "format": 3,
+        "format": 4,
         "model": {name: value for name, value in found["model"].items() if name != "source"},
         "machine": machine,
         **{name: found[name] for name in ("kernels", "dtype", "limits", "num_kv_pages")},

@@ -69,7 +69,18 @@ def test_a_last_round_that_is_not_full_is_cut() -> None:
     assert busiest_lane(items, 33) < 2700
 
 
-def test_rows_of_padding_do_not_hide_that_the_last_round_of_real_ones_is_not_full() -> None:
+def test_short_contexts_do_not_hide_that_the_last_round_of_long_ones_is_not_full() -> None:
     items, _ = shared([1024] * 72 + [1] * 48, 33)
     assert len(items) > 72 + 48
     assert busiest_lane(items, 33) < 2700
+
+
+@given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 64), st.integers(0, 300))
+def test_rows_of_padding_read_nothing_and_change_nothing(lengths: list[int], lanes: int, padding: int) -> None:
+    items, indptr = work_items(np.array(lengths, np.int32), lanes, padding)
+    real, real_indptr = work_items(np.array(lengths, np.int32), lanes)
+    assert items[: len(real)].tolist() == real.tolist()
+    assert indptr[: len(lengths) + 1].tolist() == real_indptr.tolist()
+    unread = [[len(lengths) + row, 0, 0, len(real) + row] for row in range(padding)]
+    assert items[len(real) :].tolist() == unread
+    assert indptr[len(lengths) :].tolist() == list(range(len(real), len(real) + padding + 1))

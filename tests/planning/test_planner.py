@@ -65,7 +65,8 @@ def test_what_steps_take_beside_their_size_is_measured(plan: Plan) -> None:
     assert (decode.context, prefill.context) == (95, 0)
     assert {timed.context for timed in decode.contexts} == {23, 95}, "95 is the longest there is"
     assert {timed.decodes for timed in prefill.contexts} == {0, 3}
-    assert decode.cached_us >= 0
+    assert [requests for requests, _ in decode.cached_us] == [1, 4]
+    assert all(us >= 0 for _, us in decode.cached_us)
     assert prefill.pair_us >= 0
     for costs in (decode, prefill):
         assert {requests for requests, _ in costs.beyond_us} == {1, 4}

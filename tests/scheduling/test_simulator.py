@@ -32,7 +32,9 @@ def times(
     max_batch: int, chunk: int, *, cached_us: float = 0.0, slots: int = 0, host_us: float = 0.0, beyond_us: float = 0.0
 ) -> StepTimes:
     """Decode of n takes 100 + n us from buckets of 2, 4, ..., eagerly 300; prefill of n 200 + 2 n us."""
-    decoding = Costs(context=0, cached_us=cached_us, host_us=host_us, beyond_us=((1, beyond_us),))
+    decoding = Costs(
+        context=0, cached_us=((1, cached_us), (4, cached_us / 2)), host_us=host_us, beyond_us=((1, beyond_us),)
+    )
     prompting = replace(decoding, pair_us=cached_us / 2)
     decode_us = {n: 100.0 + n for n in range(1, max_batch + 1)}
     prefill_us = {n: 200.0 + 2 * n for n in range(1, chunk + 1)}

@@ -38,12 +38,20 @@ def test_more_requests_than_slots_run_eagerly() -> None:
 
 
 def test_rows_add_what_they_read_and_padding_reads_nothing() -> None:
-    costs = Costs(context=4, cached_us=0.5)
+    costs = Costs(context=4, cached_us=((4, 0.5),))
     times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, rows_us=rows_us(Phase.DECODE, costs, 4, 32))
     assert times.step_ps(4, 4, 16) == 20_000_000, "as it was timed"
     assert times.step_ps(4, 4, 20) == 22_000_000
     assert times.step_ps(3, 3, 12) == 18_000_000, "the padding row has no context"
     assert times.step_ps(4, 4, -1000) == 1
+
+
+def test_few_requests_read_more_slowly_than_many() -> None:
+    costs = Costs(context=4, cached_us=((1, 2.0), (3, 1.0)))
+    times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, rows_us=rows_us(Phase.DECODE, costs, 4, 32))
+    nothing = 20 - 4 * 4 * 1.0
+    for requests, slope in enumerate([2.0, 1.5, 1.0, 1.0], 1):
+        assert times.step_ps(requests, requests, 10) == round((nothing + 10 * slope) * 1e6), "the bucket's, not its own"
 
 
 def test_prompts_compare_each_token_with_those_before_it() -> None:

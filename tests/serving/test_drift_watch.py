@@ -119,7 +119,7 @@ def test_steps_that_read_more_than_was_measured_are_left_out(caplog: pytest.LogC
 
 
 def test_a_longer_context_is_granted_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    watched = Watched(with_costs(Costs(context=100, cached_us=0.5)))
+    watched = Watched(with_costs(Costs(context=100, cached_us=((8, 0.5),))))
     watched.replays(PLANNED_US + 500, cached=800 + 1000)
     assert watched.value("gplan_replay_time_ratio", key="decode:8") == pytest.approx(1)
     watched.replays(PLANNED_US + 500, cached=800)

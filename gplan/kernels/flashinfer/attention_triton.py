@@ -2,9 +2,9 @@
 """Decode attention over paged keys and values, in Triton: one query token per request, long contexts in parts.
 
 What is computed where is a list of work items made on the host, a fixed number of them: an item is a range of one
-request's tokens. A program takes one item for one head of keys and values, with all query heads that share it. Where a
-request has several items, each leaves its part in memory, and the last to arrive merges them in order, so the result
-does not depend on which that was.
+request's tokens, or none at all, which gives zeros. A program takes one item for one head of keys and values, with all
+query heads that share it. Where a request has several items, each leaves its part in memory, and the last to arrive
+merges them in order, so the result does not depend on which that was.
 """
 
 import triton
@@ -88,7 +88,7 @@ def decode_attention_kernel(
         peak = new_peak
 
     if num_items == 1:
-        result = acc / total[:, None]
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + q_row[:, None] * D + dims[None, :], result.to(out.dtype.element_ty), mask=in_group[:, None])
         return
     size: tl.constexpr = GROUP_PADDED * (D + 2)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gplan.core import DUMMY_PAGE
 from gplan.errors import CaptureError
 from gplan.kernels.base import Attention, AttentionBatch, IntArray, KernelShape
 from gplan.kernels.flashinfer.attention_triton import advance_kernel, decode_attention_kernel
@@ -100,7 +101,9 @@ class DecodeAttention(Attention):
         assert n == self._most if self._in_graph else n <= self._most, "another number of requests"
         page_size = self._shape.page_size
         lengths = (np.diff(batch.kv_indptr) - 1) * page_size + batch.kv_last_page_len
-        items, item_indptr = work_items(lengths, self._lanes)
+        # Rows of padding, after all others, have the dummy page alone: they read nothing, and their result is zero.
+        num_real = int(np.count_nonzero(batch.kv_indices[batch.kv_indptr[:-1]] != DUMMY_PAGE))
+        items, item_indptr = work_items(lengths[:num_real], self._lanes, padding=n - num_real)
         if not self._in_graph:
             self._num_items = len(items)
         self._lists.load(batch, items, item_indptr, self._num_items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from gplan.kernels.base import IntArray
 
@@ -14,8 +15,10 @@ meanwhile. Measured on an H200."""
 NO_WORK = -1
 """Request of an item that a program finds nothing to do for."""
 
+Offsets = npt.NDArray[np.int64]
 
-def work_items(lengths: IntArray, lanes: int) -> tuple[IntArray, IntArray]:
+
+def work_items(lengths: IntArray, lanes: int, padding: int = 0) -> tuple[IntArray, IntArray]:
     """Cuts contexts into items for `lanes` programs that run at once and each take the next item when they are done.
 
     Contexts are either left whole, or laid end to end and cut where a lane is full (McNaughton's rule): all lanes then
@@ -24,12 +27,30 @@ def work_items(lengths: IntArray, lanes: int) -> tuple[IntArray, IntArray]:
 
     Args:
         lengths: [n] tokens of each request, at least 1.
+        padding: requests after these that read nothing: each has an item of no tokens, after all others.
 
     Returns:
-        items: [m, 4] int32: request, first token, end, number of the part; m is at most n + lanes.
-        item_indptr: [n + 1] int32: part numbers of each request.
+        items: [m, 4] int32: request, first token, end, number of the part; m is at most n + padding + lanes.
+        item_indptr: [n + padding + 1] int32: part numbers of each request.
     """
-    lengths = lengths.astype(np.int64)
+    request, first, end = _cut(lengths.astype(np.int64), lanes)
+    num_real, part = len(lengths), np.arange(len(request))
+    order = np.argsort(first - end, kind="stable")
+    items = np.stack([request, first, end, part], axis=1)[order]
+    counts = np.bincount(request, minlength=num_real)
+    if padding:
+        nothing, unread = np.zeros(padding, np.int64), np.arange(padding)
+        items = np.concatenate([items, np.stack([num_real + unread, nothing, nothing, len(part) + unread], axis=1)])
+        counts = np.concatenate([counts, np.ones(padding, np.int64)])
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return items.astype(np.int32), indptr
+
+
+def _cut(lengths: Offsets, lanes: int) -> tuple[Offsets, Offsets, Offsets]:
+    """Request, first token and end of each part, in order."""
+    if not len(lengths):
+        return lengths, lengths, lengths
     padded = -(-lengths // CUT_STEP) * CUT_STEP
     ends = np.cumsum(padded)
     starts = ends - padded
@@ -38,19 +59,14 @@ def work_items(lengths: IntArray, lanes: int) -> tuple[IntArray, IntArray]:
     if len(lengths) < lanes or full + CUT_TOKENS < _time_whole(padded, lanes):
         cuts = np.union1d(starts, np.arange(full, ends[-1], full))
     request = np.searchsorted(ends, cuts, side="right")
-    first = cuts - starts[request]
     end = np.minimum(np.append(cuts[1:], ends[-1]) - starts[request], lengths[request])
-    indptr = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(np.bincount(request, minlength=len(lengths)), out=indptr[1:])
-    order = np.argsort(first - end, kind="stable")
-    items = np.stack([request, first, end, np.arange(len(cuts))], axis=1)[order].astype(np.int32)
-    return items, indptr
+    return request, cuts - starts[request], end
 
 
-def _time_whole(lengths: IntArray, lanes: int) -> float:
+def _time_whole(lengths: Offsets, lanes: int) -> float:
     """Tokens that the busiest lane takes when no context is cut: each round by its longest, or all lanes full but for
     half of the longest in the last round, whichever is less; but at least k + 1 times the (k * lanes + 1)th longest,
-    since so many as long share some lane. Rows of padding fill gaps: a last round of them tells nothing of the others.
+    since so many as long share some lane. Short contexts fill gaps: a last round of them tells nothing of the others.
     """
     ordered = np.sort(lengths)[::-1]
     firsts = ordered[::lanes]
