@@ -130,6 +130,9 @@ def _costs(costs: Costs) -> Iterator[str]:
         timed = f"; sizes were timed at {count(costs.context, 'token')} each" if costs.context else ""
         slopes = ", ".join(f"{short(us * 1e3)} µs at {count(n, 'request')}" for n, us in costs.cached_us)
         yield f"1,000 cached tokens more for a request that decodes: {slopes}{timed}"
+    if len(costs.rows_us) > 1:
+        (few, least), (many, most) = costs.rows_us[0], costs.rows_us[-1]
+        yield f"{count(many - few, 'row')} of padding: {short(most - least)} µs less than as many requests"
     if costs.pair_us:
         yield f"1,000 tokens of a prompt after 1,000 others: {short(costs.pair_us * 1e6)} µs more than alone"
     if costs.beyond_us:

@@ -50,6 +50,9 @@ class Costs(Record, frozen=True, kw_only=True):
         contexts: steps timed at this and other contexts in turns, from which the figures below come.
         cached_us: (requests, microseconds) ascending: per cached token that a request which decodes reads, in a step of
             so many requests. The fewer they are, the less of the device reads for each.
+        rows_us: (requests, microseconds) ascending: what so many requests take, at `context`, beside as many rows of
+            padding. Only differences have been measured: the first is what its reading takes. Empty where nothing is
+            padded.
         pair_us: per prompt token and token before it, cached or in the same step: what attention compares.
         beyond_us: (requests, microseconds) ascending: what a step takes beyond its forward (sampling, and what the host
             does while the device waits) as steps follow each other.
@@ -59,6 +62,7 @@ class Costs(Record, frozen=True, kw_only=True):
     context: int = 0
     contexts: tuple[ContextTiming, ...] = ()
     cached_us: tuple[tuple[int, float], ...] = ()
+    rows_us: tuple[tuple[int, float], ...] = ()
     pair_us: float = 0.0
     beyond_us: tuple[tuple[int, float], ...] = ()
     host_us: float = 0.0

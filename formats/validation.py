@@ -277,7 +277,7 @@ def _measured(phase: PhasePlan, name: str, max_batch: int) -> Iterator[Problem]:
     for index, timed in enumerate(phase.costs.contexts):
         if not 1 <= timed.size <= phase.max_size:
             yield f"{name}.costs.contexts[{index}].size", f"{timed.size} is outside 1 to max_size {phase.max_size}"
-    for field in ("cached_us", "beyond_us"):
+    for field in ("cached_us", "rows_us", "beyond_us"):
         known = [requests for requests, _ in getattr(phase.costs, field)]
         yield from _ascending(known, f"{name}.costs.{field}", max_batch)
 

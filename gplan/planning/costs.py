@@ -2,7 +2,8 @@
 
 Sizes are timed at one context; serving sees all. So a few steps are timed at other contexts, and slopes fitted to them:
 per cached token that a decoding request reads, by how many decode, and per pair of tokens that a prompt compares. Rows
-of padding read nothing, so a step's slope is that of its requests, not of its bucket. What a step takes
+of padding read nothing, so a step's slope is that of its requests, not of its bucket; what they spare is timed in
+buckets four times as large as the step. What a step takes
 beyond its forward is the difference between steps that follow each other as in serving and their forwards alone. All of
 these are differences, so what is compared is timed in turns: a machine that others use is not as fast now as it was.
 """
@@ -49,15 +50,7 @@ def measure_costs(profiler: Profiler, phase: Phase, forward_us: Mapping[int, flo
 
 def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
     sizes, most = sorted(forward_us), profiler.context
-    contexts = [most, *_contexts(most, profiler.limits)]
-    timed, cached_us = [], dict[int, float]()
-    for size in _apart(sizes):
-        timings = profiler.forwards([profiler.batches.decode(size, context) for context in contexts])
-        points = []
-        for context, timing in zip(contexts, timings, strict=True):
-            timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
-            points.append((size * (context - most), timing.median_us - timings[0].median_us))
-        cached_us[size] = slope(points)
+    timed, cached_us, rows_us = _contexts_and_padding(profiler, _apart(sizes))
     context = max(1, min(most, profiler.limits.max_len - RUN))
     steps = min(RUN, profiler.limits.max_len - context)
     around = []
@@ -70,9 +63,36 @@ def _decode_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs:
         context=most,
         contexts=_ordered(timed),
         cached_us=tuple(cached_us.items()),
+        rows_us=tuple(rows_us.items()),
         beyond_us=beyond,
         host_us=host,
     )
+
+
+def _contexts_and_padding(
+    profiler: Profiler, sizes: Sequence[int]
+) -> tuple[list[ContextTiming], dict[int, float], dict[int, float]]:
+    """Steps of each size at several contexts; by size, what a cached token takes, and what so many rows take beside as
+    many of padding: the requests of the size before are replayed from each size's bucket too."""
+    batches, most = profiler.batches, profiler.context
+    contexts = [most, *_contexts(most, profiler.limits)]
+    timed, cached_us, rows_us = [], dict[int, float](), dict[int, float]()
+    before = 0
+    for size in sizes:
+        steps = [batches.decode(size, context) for context in contexts]
+        padded = [batches.decode(before, most)] if before and profiler.is_replayed(steps[0]) else []
+        timings = profiler.forwards(steps, padded)
+        points = []
+        for context, timing in zip(contexts, timings, strict=False):
+            timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
+            points.append((size * (context - most), timing.median_us - timings[0].median_us))
+        cached_us[size] = slope(points)
+        if padded:
+            spared = max(0.0, timings[0].median_us - timings[-1].median_us)
+            rows_us = rows_us or {before: before * most * cached_us[before]}
+            rows_us[size] = rows_us[before] + spared
+        before = size
+    return timed, cached_us, rows_us
 
 
 def _apart(sizes: Sequence[int]) -> list[int]:

@@ -213,9 +213,15 @@ class Profiler:
         return timing_of(run_times(self.executor.device, self._run(batch, verdict), patience or self.patience))
 
     @torch.no_grad()
-    def forwards(self, batches: Sequence[Batch]) -> list[Timing]:
-        """Times the forwards of several batches in turns, each as serve would run it."""
-        return time_in_turns(self.executor.device, [self._run(batch) for batch in batches], self.patience)
+    def forwards(self, batches: Sequence[Batch], padded: Sequence[Batch] = ()) -> list[Timing]:
+        """Times the forwards of several batches in turns, each as serve would run it, and of `padded` ones, run as the
+        first is."""
+        first = self.executor.runner(batches[0].phase).verdict_at(batches[0].size)
+        runs = [*(self._run(batch) for batch in batches), *(self._run(batch, first) for batch in padded)]
+        return time_in_turns(self.executor.device, runs, self.patience)
+
+    def is_replayed(self, batch: Batch) -> bool:
+        return self.executor.runner(batch.phase).verdict_at(batch.size).key is not None
 
     def _run(self, batch: Batch, verdict: Verdict | None = None) -> Callable[[], Tensor]:
         """The forward of a batch; as serve would run it unless `verdict` is given, with its tokens drawn outside."""

@@ -28,7 +28,7 @@ from gplan.scheduling.packing import packer_of
 from gplan.scheduling.report import SimulationReport
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate
-from gplan.scheduling.times import PhaseTimes, StepTimes, phase_times, rows_us
+from gplan.scheduling.times import PhaseTimes, StepTimes, phase_times, reads_us, rows_us
 
 MAX_BUCKETS = 16
 """Buckets of a phase at most, where traffic was given to choose them by."""
@@ -99,6 +99,7 @@ class PhaseFigures:
             request_slots=setup.slot_limit,
             costs=self.costs,
             rows_us=self.rows_us,
+            reads_us=reads_us(setup.phase, self.costs, setup.max_size, self.limits.max_len),
             max_batch=self.limits.max_batch,
         )
 

@@ -5,7 +5,8 @@ straight line between their neighbours.
 
 A step takes what its bucket takes for padding rows, which read nothing of the KV pool, and what its real rows add:
 tokens read by requests that decode, pairs of tokens compared by prompts. Sizes were timed with real rows throughout, so
-what these had added is taken off first.
+what these had added is taken off first. How much a row of padding spares has been measured where it can be: it leaves a
+program of a graph without work, not the device without the program.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class PhaseTimes:
         bucket: the bucket that a step of each size is replayed from, 0 where it runs eagerly.
         graph_ps: a replay of a bucket of exactly each size, as it was timed.
         eager_ps: an eager step of each size, as it was timed.
-        rows_ps: of both, what reading and comparing cached tokens took.
+        rows_ps: of both, what so many rows add to as many of padding.
+        reads_ps: of both, what reading and comparing cached tokens took.
         request_slots: a step of more requests runs eagerly; 0 for no limit.
         cached_ps: by number of requests, for each cached token that one which decodes reads; empty for nothing.
         pair_ps: for each pair of a prompt's token and a token before it.
@@ -42,6 +44,7 @@ class PhaseTimes:
     graph_ps: tuple[int, ...]
     eager_ps: tuple[int, ...]
     rows_ps: tuple[int, ...]
+    reads_ps: tuple[int, ...]
     request_slots: int = 0
     cached_ps: tuple[int, ...] = ()
     pair_ps: int = 0
@@ -65,7 +68,7 @@ class PhaseTimes:
     def fixed_ps(self, size: int, num_requests: int) -> int:
         """Of a step, what does not depend on its tokens' contexts."""
         if 0 < self.request_slots < num_requests:
-            fixed = self.eager_ps[size] - self.rows_ps[size]
+            fixed = self.eager_ps[size] - self.reads_ps[size]
         else:
             fixed = self.padded_ps(size)
         return fixed + self.beyond_ps[num_requests] if self.beyond_ps else fixed
@@ -74,8 +77,8 @@ class PhaseTimes:
         """A step of `size` as its size says, without what its rows read or compare."""
         bucket = self.bucket[size]
         if not bucket:
-            return self.eager_ps[size] - self.rows_ps[size]
-        return self.graph_ps[bucket] - self.rows_ps[bucket]
+            return self.eager_ps[size] - self.reads_ps[size]
+        return self.graph_ps[bucket] - self.rows_ps[bucket] + self.rows_ps[size] - self.reads_ps[size]
 
     def padding_ps(self, size: int) -> int:
         """Of a replay at `size`, what a bucket of exactly that size would spare, if it spares anything."""
@@ -105,6 +108,7 @@ def phase_times(
     request_slots: int = 0,
     costs: Costs | None = None,
     rows_us: Sequence[float] = (),
+    reads_us: Sequence[float] = (),
     max_batch: int = 0,
 ) -> PhaseTimes:
     """Times of a phase from what was measured at some sizes.
@@ -113,7 +117,7 @@ def phase_times(
         ladder: ascending; a size runs from the smallest bucket that holds it, unless that is more than `padding_cap`
             above it or `eager_sizes` ([first, last] ranges) says otherwise.
         graph_us, eager_us: microseconds by size, at least one of each (`graph_us` may lack where `ladder` is empty).
-        rows_us: of each size, see `rows_us`; empty for nothing.
+        rows_us, reads_us: of each size, see the functions of these names; empty for nothing.
         max_batch: requests of a step at most; `maximum` where it is not given.
     """
     sizes = range(1, maximum + 1)
@@ -125,6 +129,7 @@ def phase_times(
         graph_ps=(0, *_picoseconds(graph_us or eager_us, sizes)),
         eager_ps=(0, *_picoseconds(eager_us, sizes)),
         rows_ps=tuple(round(us * PS_PER_US) for us in rows_us) or (0,) * (maximum + 1),
+        reads_ps=tuple(round(us * PS_PER_US) for us in reads_us) or (0,) * (maximum + 1),
         request_slots=request_slots,
         cached_ps=_by_requests(costs.cached_us, requests),
         pair_ps=round(costs.pair_us * PS_PER_US),
@@ -134,6 +139,16 @@ def phase_times(
 
 
 def rows_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[float]:
+    """[maximum + 1]: of the time of each size, what its rows added to as many rows of padding: all that they read or
+    compared, where nothing else was measured."""
+    reads = reads_us(phase, costs, maximum, max_len)
+    if not costs.rows_us:
+        return reads
+    known = {0: 0.0} | dict(costs.rows_us)
+    return [interpolate(known, size) for size in range(maximum + 1)]
+
+
+def reads_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[float]:
     """[maximum + 1]: of the time of each size, what its rows added by reading or comparing tokens before them: in
     decode `costs.context` each; prompts were timed from nothing, as few and as long as possible."""
     if phase is Phase.DECODE:
@@ -164,6 +179,7 @@ def times_of_phase(plan: PhasePlan, limits: Limits) -> PhaseTimes:
         raise GplanError(
             f"the plan holds no times of {plan.phase}", "Plan again: gplan plan CHECKPOINT -o FILE measures them."
         )
+    asked = Phase(plan.phase), plan.costs, plan.max_size, limits.max_len
     return phase_times(
         plan.max_size,
         [bucket.size for bucket in plan.base_ladder],
@@ -173,7 +189,8 @@ def times_of_phase(plan: PhasePlan, limits: Limits) -> PhaseTimes:
         eager_sizes=plan.eager_sizes,
         request_slots=plan.slot_limit,
         costs=plan.costs,
-        rows_us=rows_us(Phase(plan.phase), plan.costs, plan.max_size, limits.max_len),
+        rows_us=rows_us(*asked),
+        reads_us=reads_us(*asked),
         max_batch=limits.max_batch,
     )
 

@@ -67,6 +67,8 @@ def test_what_steps_take_beside_their_size_is_measured(plan: Plan) -> None:
     assert {timed.decodes for timed in prefill.contexts} == {0, 3}
     assert [requests for requests, _ in decode.cached_us] == [1, 4]
     assert all(us >= 0 for _, us in decode.cached_us)
+    assert [requests for requests, _ in decode.rows_us] == [1, 4]
+    assert not prefill.rows_us, "prompts are short: padding spares all that they compare"
     assert prefill.pair_us >= 0
     for costs in (decode, prefill):
         assert {requests for requests, _ in costs.beyond_us} == {1, 4}

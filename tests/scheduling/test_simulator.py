@@ -17,7 +17,7 @@ from gplan.errors import GplanError
 from gplan.scheduling.report import SimulationReport, distribution
 from gplan.scheduling.scheduler import Scheduler
 from gplan.scheduling.simulator import simulate
-from gplan.scheduling.times import StepTimes, phase_times, prompt_pairs, rows_us
+from gplan.scheduling.times import StepTimes, phase_times, prompt_pairs, reads_us, rows_us
 from tests.scheduling.serve import limits, packer
 
 MAX_LEN = 20
@@ -54,6 +54,7 @@ def times(
         {1: 500.0},
         costs=prompting,
         rows_us=rows_us(Phase.PREFILL, prompting, chunk, MAX_LEN),
+        reads_us=reads_us(Phase.PREFILL, prompting, chunk, MAX_LEN),
         request_slots=slots,
         max_batch=max_batch,
     )

@@ -9,11 +9,16 @@ from formats.measurements import Costs, SizeTiming, Timing
 from formats.plan import Bucket, Limits, PhasePlan
 from gplan.core import Phase
 from gplan.errors import GplanError
-from gplan.scheduling.times import interpolate, phase_times, prompt_pairs, rows_us, times_of_phase
+from gplan.scheduling.times import interpolate, phase_times, prompt_pairs, reads_us, rows_us, times_of_phase
 
 
 def timing(us: float) -> Timing:
     return Timing(median_us=us, spread_us=0.0, runs=3)
+
+
+def added(phase: Phase, costs: Costs, maximum: int, max_len: int) -> dict[str, list[float]]:
+    asked = phase, costs, maximum, max_len
+    return {"rows_us": rows_us(*asked), "reads_us": reads_us(*asked)}
 
 
 def test_sizes_between_measured_ones_lie_on_a_line() -> None:
@@ -39,7 +44,7 @@ def test_more_requests_than_slots_run_eagerly() -> None:
 
 def test_rows_add_what_they_read_and_padding_reads_nothing() -> None:
     costs = Costs(context=4, cached_us=((4, 0.5),))
-    times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, rows_us=rows_us(Phase.DECODE, costs, 4, 32))
+    times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, **added(Phase.DECODE, costs, 4, 32))
     assert times.step_ps(4, 4, 16) == 20_000_000, "as it was timed"
     assert times.step_ps(4, 4, 20) == 22_000_000
     assert times.step_ps(3, 3, 12) == 18_000_000, "the padding row has no context"
@@ -48,10 +53,24 @@ def test_rows_add_what_they_read_and_padding_reads_nothing() -> None:
 
 def test_few_requests_read_more_slowly_than_many() -> None:
     costs = Costs(context=4, cached_us=((1, 2.0), (3, 1.0)))
-    times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, rows_us=rows_us(Phase.DECODE, costs, 4, 32))
+    times = phase_times(4, [4], {4: 20.0}, {4: 60.0}, costs=costs, **added(Phase.DECODE, costs, 4, 32))
     nothing = 20 - 4 * 4 * 1.0
     for requests, slope in enumerate([2.0, 1.5, 1.0, 1.0], 1):
         assert times.step_ps(requests, requests, 10) == round((nothing + 10 * slope) * 1e6), "the bucket's, not its own"
+
+
+def test_padding_spares_what_was_measured_and_contexts_add_to_it() -> None:
+    costs = Costs(context=4, cached_us=((1, 1.0),), rows_us=((1, 4.0), (4, 10.0)))
+    measured = Phase.DECODE, costs, 4, 32
+    rows, reads = rows_us(*measured), reads_us(*measured)
+    assert (rows, reads) == ([0, 4, 6, 8, 10], [0, 4, 8, 12, 16])
+    times = phase_times(4, [4], {4: 50.0}, {4: 60.0}, costs=costs, rows_us=rows, reads_us=reads)
+    assert times.step_ps(4, 4, 16) == 50_000_000, "as it was timed"
+    assert times.step_ps(1, 1, 4) == 44_000_000, "a row's reading takes 4, and three rows of padding spare 6"
+    assert times.step_ps(1, 1, 14) == 54_000_000
+    assert times.padding_ps(1) == 0
+    alone = phase_times(4, [], {}, {4: 60.0}, costs=costs, rows_us=rows, reads_us=reads)
+    assert alone.step_ps(4, 4, 16) == 60_000_000, "nothing is padded"
 
 
 def test_prompts_compare_each_token_with_those_before_it() -> None:
@@ -60,7 +79,7 @@ def test_prompts_compare_each_token_with_those_before_it() -> None:
     rows = rows_us(Phase.PREFILL, costs, 10, 7)
     assert rows[6] == pytest.approx(2.1)
     assert rows[10] == pytest.approx(2.1 + 1.0), "two prompts, the first at the longest"
-    times = phase_times(6, [6], {6: 20.0}, {6: 60.0}, costs=costs, rows_us=rows[:7])
+    times = phase_times(6, [6], {6: 20.0}, {6: 60.0}, costs=costs, rows_us=rows[:7], reads_us=rows[:7])
     assert times.step_ps(6, 1, 0, pairs=21) == 20_000_000
     assert times.step_ps(6, 1, 0, pairs=21 + 60) == 26_000_000, "after 10 tokens"
     assert times.step_ps(6, 6, 0, pairs=6) == 18_500_000, "six prompts of one token"
