@@ -13,6 +13,7 @@ from tests.gpu.operators import CUDA, both, kernels_of, randn, sampling_inputs
 pytestmark = pytest.mark.gpu
 
 N = 24
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +21,18 @@ def kernels() -> Kernels:
     return kernels_of()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("vocab", [50, 32000, 128256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 50, 32003, 128256])
 def test_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype) -> None:
     ours, reference = both()
     differing, drawn = 0, 0
     for trial in range(4):
         logits = randn(N, vocab, seed=trial, scale=3.0, dtype=dtype)
-        logits[0, vocab // 3 :] = float("-inf")
+        logits[0, vocab // 3 + 1 :] = float("-inf")
         logits[1] = (logits[1] * 2).round() / 2  # many equal logits
+        logits[2] = 1.5
+        logits[3] = logits[3].bfloat16().to(dtype)
+        logits[4] = 1.0 + logits[4] * 1e-3  # of one upper half
         inputs = sampling_inputs(
             N,
             vocab,
@@ -65,8 +69,67 @@ def test_a_row_without_a_number_still_gives_a_token(kernels: Kernels) -> None:
     assert ((tokens >= 0) & (tokens < 5000)).all()
 
 
-def test_a_draw_is_its_rows_alone(kernels: Kernels) -> None:
-    logits = randn(N, 5000, scale=2.0)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.0}, {"top_k": 40, "top_p": 0.9, "min_p": 0.1}], ids=str)
+def test_what_is_no_number_is_not_drawn_and_harms_no_other_row(
+    kernels: Kernels, values: dict[str, float], dtype: torch.dtype
+) -> None:
+    logits, vocab = randn(12, 5003, scale=3.0, dtype=dtype), 5003
+    inputs = sampling_inputs(12, vocab, seed=list(range(12)), **values)
+    expected = kernels.sample(logits, inputs)
+    logits[0] = float("nan")
+    logits[1] = float("-inf")
+    logits[2] = -float("nan")
+    logits[3, 7], logits[3, 9] = float("inf"), float("nan")
+    logits[4, 1:] = float("nan")
+    logits[5, :-1] = float("-inf")
+    tokens = kernels.sample(logits, inputs)
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+    assert tokens[3:6].tolist() == [7, 0, vocab - 1]
+    assert torch.equal(tokens[6:], expected[6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_filter_leaves_out_is_never_drawn(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Whatever is drawn from many equal logits, and from logits that hardly differ."""
+    n, vocab = 200, 32003
+    logits = (randn(1, vocab, dtype=dtype).expand(n, vocab) * 1e-2).contiguous()
+    logits[: n // 2] = logits[: n // 2].sign()
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    positions = list(range(n))
+    for k in (1, 2, 100, 17000):
+        tokens = kernels.sample(logits, sampling_inputs(n, vocab, top_k=k, position=positions, temperature=0.3))
+        ranks = (order == tokens[:, None]).int().argmax(dim=-1)
+        assert int(ranks.max()) < k
+        assert k < 100 or len(ranks.unique()) > n // 4
+    for least in ({"top_p": 0.0}, {"top_p": 1e-30}, {"top_k": 1, "min_p": 1.0}, {"top_k": 0}, {"temperature": 0.0}):
+        tokens = kernels.sample(logits, sampling_inputs(n, vocab, position=positions, **least))
+        assert torch.equal(tokens, order[:, 0])
+    tokens = kernels.sample(logits, sampling_inputs(n, vocab, position=positions, min_p=1.0))
+    assert torch.equal(logits.gather(1, tokens[:, None])[:, 0], logits.amax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_are_each_drawn_as_if_alone(kernels: Kernels, dtype: torch.dtype) -> None:
+    n, vocab = 300, 32003
+    logits = randn(n, vocab, scale=3.0, dtype=dtype)
+    values = {
+        "temperature": [0.0, 1.0, 0.5, 2.0, 0.7] * 60,
+        "top_k": [vocab, 50, 5, 1, vocab, 7] * 50,
+        "top_p": [1.0, 0.9, 0.5, 1.0] * 75,
+        "min_p": [0.0, 0.05, 0.0] * 100,
+        "seed": list(range(n)),
+        "position": [row * 31 for row in range(n)],
+    }
+    together = kernels.sample(logits, sampling_inputs(n, vocab, **values))
+    for row in (0, 1, 2, 31, 32, 63, 64, 127, 128, 256, 298, 299):
+        one = sampling_inputs(1, vocab, **{name: of_rows[row] for name, of_rows in values.items()})
+        assert kernels.sample(logits[row : row + 1].clone(), one).item() == together[row].item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_draw_is_its_rows_alone(kernels: Kernels, dtype: torch.dtype) -> None:
+    logits = randn(N, 5000, scale=2.0, dtype=dtype)
     inputs = sampling_inputs(N, 5000, seed=list(range(N)), position=list(range(N)), top_p=0.9, top_k=100)
     together = kernels.sample(logits, inputs)
     for row in range(N):
@@ -86,9 +149,13 @@ def test_draws_follow_the_distribution(kernels: Kernels) -> None:
     assert ((frequency - probability).abs() < 5 * deviation).all()
 
 
-def test_a_captured_draw_follows_its_position(kernels: Kernels) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [4, 70])
+def test_a_captured_draw_follows_its_position(kernels: Kernels, num_rows: int, dtype: torch.dtype) -> None:
     """Replays do not repeat a draw: positions are read from memory, and a position read again draws the same."""
-    logits, inputs = torch.zeros(4, 1000, device=CUDA), sampling_inputs(4, 1000)
+    logits = torch.zeros(num_rows, 1000, device=CUDA, dtype=dtype)
+    logits[1:] = randn(num_rows - 1, 1000, dtype=dtype)
+    inputs = sampling_inputs(num_rows, 1000, top_k=[1000, 300] * (num_rows // 2), top_p=[1.0, 0.9] * (num_rows // 2))
     kernels.sample(logits, inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

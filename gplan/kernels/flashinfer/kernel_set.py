@@ -14,13 +14,14 @@ from gplan.kernels.base import Attention, Kernels, KernelShape, QKNorm, Sampling
 from gplan.kernels.flashinfer import cublaslt
 from gplan.kernels.flashinfer.cublaslt import CublasLt
 from gplan.kernels.flashinfer.decode_attention import DecodeAttention, DecodeLists
+from gplan.kernels.flashinfer.drawing import sample
 from gplan.kernels.flashinfer.gemm import MAX_NORM_WIDTH, Operands, multiply, rms_norm, silu_mul
 from gplan.kernels.flashinfer.gemm_rules import Product, choose
 from gplan.kernels.flashinfer.prefill_attention import PrefillAttention, PrefillLists
 from gplan.kernels.flashinfer.prefill_kernel import PrefillKernel
 from gplan.kernels.flashinfer.prefill_module import load_prefill_module
 from gplan.kernels.flashinfer.rope import append, rope_append, rotate
-from gplan.kernels.flashinfer.sampling import argmax, mask_tokens, penalise, sample
+from gplan.kernels.flashinfer.sampling import argmax, mask_tokens, penalise
 from gplan.kernels.flashinfer.workspace import Workspace
 from gplan.kernels.products import Algorithms, LibraryProduct, ProductLibrary, ProductShape
 from gplan.kernels.reference import TraceableKernels

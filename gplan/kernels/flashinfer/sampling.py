@@ -1,24 +1,21 @@
-"""Launches of choosing and drawing tokens, of penalties and of masks."""
+"""Launches of choosing the likeliest tokens, of penalties and of masks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from gplan.kernels.base import SamplingInputs
 from gplan.kernels.flashinfer.sampling_triton import (
     first_argmax_kernel,
     mask_kernel,
     parts_argmax_kernel,
     penalise_kernel,
-    sample_kernel,
 )
 
 _ARGMAX_BLOCK = 2048
 _ARGMAX_PROGRAMS = 1056
 """Programs that read logits at once: what fills an H200, whose processors hold eight of them each."""
 _ARGMAX_MOST_PARTS = 64
-_SAMPLE_BLOCK = 8192
 _PENALTY_BLOCK = 4096
 _MASK_BLOCK = 4096
 
@@ -39,28 +36,6 @@ def argmax(logits: Tensor) -> Tensor:
         logits.contiguous(), peaks, tokens, vocab, part, BLOCK=_ARGMAX_BLOCK, num_warps=4
     )
     first_argmax_kernel[(num_rows,)](peaks, tokens, out, parts, BLOCK=_ARGMAX_MOST_PARTS, num_warps=1)
-    return out
-
-
-def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """See `Kernels.sample`: logits [n, vocab] -> [n] int64, by a program per row."""
-    num_rows, vocab = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        sample_kernel[(num_rows,)](
-            logits.contiguous(),
-            inputs.temperature,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            inputs.seed,
-            inputs.position,
-            out,
-            vocab,
-            BLOCK=_SAMPLE_BLOCK,
-            SHIFT=16 if logits.dtype is torch.bfloat16 else 0,
-            num_warps=16,
-        )
     return out
 
 
