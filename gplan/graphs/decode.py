@@ -19,7 +19,7 @@ from gplan.graphs import variants
 from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.capture.base import CaptureBackend
 from gplan.graphs.forward import DRAW_SLOTS, LAST_TOKENS, ForwardParts
-from gplan.graphs.runner import PhaseRunner
+from gplan.graphs.runner import BY_TOKEN, ByRequest, PhaseRunner
 from gplan.graphs.variants import SAMPLED, draw_of
 from gplan.kernels.base import Attention, AttentionBatch, SamplingInputs
 
@@ -52,13 +52,13 @@ class DecodeRunner(PhaseRunner):
     def _make_attention(self, size: int, num_requests: int, *, in_graph: bool) -> Attention:
         return self.parts.kernels.decode_attention(size, in_graph=in_graph)
 
-    def _load(self, batch: Batch, size: int, attention: Attention, *, slots: int) -> None:
+    def _load(self, batch: Batch, size: int, attention: Attention, *, by: ByRequest) -> None:
         rows = np.fromiter((c.request.row for c in batch.chunks), np.int32, batch.num_requests)
         positions = np.fromiter((c.start for c in batch.chunks), np.int64, batch.num_requests)
         counts = self.parts.page_table.update(batch)
         self._load_rows(size, attention, rows, positions, counts)
 
-    def _load_dummy(self, size: int, attention: Attention, *, slots: int) -> None:
+    def _load_dummy(self, size: int, attention: Attention, *, by: ByRequest) -> None:
         nothing = np.zeros(0, np.int32)
         self._load_rows(size, attention, nothing, nothing.astype(np.int64), nothing)
 
@@ -126,7 +126,13 @@ class DecodeRunner(PhaseRunner):
         self.parts.by_request.fill(values, real=len(requests), padded=key.size, unread=(LAST_TOKENS,))
 
     def _forward(
-        self, size: int, attention: Attention, *, draw: str = "", slots: int = 0, is_compiled: bool = False
+        self,
+        size: int,
+        attention: Attention,
+        *,
+        draw: str = "",
+        by: ByRequest = BY_TOKEN,
+        is_compiled: bool = False,
     ) -> Callable[[], tuple[Tensor, ...]]:
         parts, inputs = self.parts, self._inputs(size, attention)
         rows, logits = parts.buffers.view("rows", size), parts.buffers.view("logits", size)
@@ -159,5 +165,5 @@ class DecodeRunner(PhaseRunner):
             case _:
                 return None
 
-    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, slots: int) -> Tensor:
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, by: ByRequest) -> Tensor:
         return outputs[0][: batch.num_requests]

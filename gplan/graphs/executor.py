@@ -190,7 +190,9 @@ class Executor:
             tokens = self.device.read_later(draw.tokens)
             logprobs = None if draw.logprobs is None else self.device.read_later(draw.logprobs)
         # After sampling, whose logits it writes over.
-        scores = self._prompt_scorer.score(batch)
+        key = verdict.key
+        is_finished = key is None or not self.runner(batch.phase).by_request(key).ends
+        scores = self._prompt_scorer.score(batch, is_finished=is_finished)
         prompts = None if scores is None else self.device.read_later(scores)
         return Step(batch, verdict.key, verdict.reason, launched_at, tokens, logprobs, stopwatch, prompts)
 

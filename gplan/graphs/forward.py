@@ -16,7 +16,7 @@ from gplan.memory.kv_pool import KVPool
 from gplan.memory.page_table import PageTable
 from gplan.models.base import Model
 
-LAST_TOKENS = "last_token_rows"
+LAST_TOKENS, LAST_HIDDEN = "last_token_rows", "last_hidden"
 DRAW_SLOTS = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Static buffers by request of what `SamplingInputs` holds, beside positions."""
 
@@ -41,7 +41,8 @@ class ForwardParts:
 
 
 def forward_slots(shape: KernelShape) -> tuple[Slot, ...]:
-    """The shared static buffers, each at its maximum: one row per token of a step, `logits` one per request."""
+    """The shared static buffers, each at its maximum: one row per token of a step, the last two one per
+    request."""
     tokens, dtype = shape.max_tokens, shape.dtype
     heads = (tokens, shape.num_qo_heads, shape.head_dim)
     written_first = Stale("every row is written by the forward before it is read")
@@ -55,6 +56,7 @@ def forward_slots(shape: KernelShape) -> tuple[Slot, ...]:
         Slot("residual", (tokens, shape.hidden_size), dtype, written_first),
         Slot("attn_q", heads, dtype, written_first),
         Slot("attn_out", heads, dtype, Stale("a padded row feeds padded rows only")),
+        Slot(LAST_HIDDEN, (shape.max_batch, shape.hidden_size), dtype, written_first),
         Slot("logits", (shape.max_batch, shape.vocab_size), dtype, written_first),
     )
 

@@ -1,6 +1,8 @@
 """Prefill and mixed steps: ragged chunks of tokens, of which the head needs the last of each request alone.
 
-A graph with request slots has the head inside, on a row per slot. Elsewhere it runs outside, on the rows that need it.
+So a graph of more tokens than there may be requests goes on with these last tokens alone once the last layer has
+attended. A graph with request slots has the head inside, on a row per slot. Elsewhere it runs outside, on the rows that
+need it.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gplan.core import DUMMY_PAGE, Batch, Chunk, Phase
-from gplan.graphs.forward import DRAW_SLOTS, LAST_TOKENS
-from gplan.graphs.runner import PhaseRunner
+from gplan.core import DUMMY_PAGE, Batch, Chunk, Phase, ShapeKey
+from gplan.graphs.forward import DRAW_SLOTS, LAST_HIDDEN, LAST_TOKENS
+from gplan.graphs.runner import BY_TOKEN, ByRequest, PhaseRunner
 from gplan.kernels.base import Attention, AttentionBatch
+from gplan.models.base import Ends
 
 FROM_DEVICE = -1
 """In `host_ids`: the token was drawn by a step whose result the host has not read; take the row's last token."""
@@ -28,7 +31,12 @@ class PrefillRunner(PhaseRunner):
     def _make_attention(self, size: int, num_requests: int, *, in_graph: bool) -> Attention:
         return self.parts.kernels.prefill_attention(size, num_requests, in_graph=in_graph)
 
-    def _load(self, batch: Batch, size: int, attention: Attention, *, slots: int) -> None:
+    def by_request(self, key: ShapeKey) -> ByRequest:
+        slots = self.slots_of(key)
+        ends = slots or self._max_requests
+        return ByRequest(slots, ends if ends < key.size else 0)
+
+    def _load(self, batch: Batch, size: int, attention: Attention, *, by: ByRequest) -> None:
         chunks, table = batch.chunks, self.parts.page_table
         lengths = np.fromiter((c.length for c in chunks), np.int32, len(chunks))
         rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
@@ -42,8 +50,7 @@ class PrefillRunner(PhaseRunner):
             "kv_slots": table.slots(token_rows, positions),
         }
         self.parts.buffers.fill(values, real=len(positions), padded=size)
-        if slots:
-            self._fill_last_tokens(np.cumsum(lengths, dtype=np.int64) - 1, slots)
+        self._fill_last_tokens(np.cumsum(lengths, dtype=np.int64) - 1, by)
         ends = np.fromiter((c.end for c in chunks), np.int32, len(chunks))
         metadata = AttentionBatch(
             qo_indptr=_indptr(lengths),
@@ -51,14 +58,13 @@ class PrefillRunner(PhaseRunner):
             kv_indices=table.indices(rows, counts),
             kv_last_page_len=(ends - 1) % table.page_size + 1,
         )
-        attention.prepare(_with_empty_slots(metadata, slots))
+        attention.prepare(_with_empty_slots(metadata, by.slots))
 
-    def _load_dummy(self, size: int, attention: Attention, *, slots: int) -> None:
+    def _load_dummy(self, size: int, attention: Attention, *, by: ByRequest) -> None:
         nothing = np.zeros(0, np.int64)
         names = ("rows", "host_ids", "positions", "kv_slots")
         self.parts.buffers.fill(dict.fromkeys(names, nothing), real=0, padded=size)
-        if slots:
-            self._fill_last_tokens(nothing, slots)
+        self._fill_last_tokens(nothing, by)
         page_size = self.parts.page_table.page_size
         num_pages = -(-size // page_size)
         metadata = AttentionBatch(
@@ -67,17 +73,28 @@ class PrefillRunner(PhaseRunner):
             kv_indices=np.zeros(num_pages, np.int32),
             kv_last_page_len=np.array([(size - 1) % page_size + 1], np.int32),
         )
-        attention.prepare(_with_empty_slots(metadata, slots))
+        attention.prepare(_with_empty_slots(metadata, by.slots))
 
-    def _fill_last_tokens(self, rows: np.ndarray, slots: int) -> None:
-        self.parts.by_request.fill({LAST_TOKENS: rows}, real=len(rows), padded=slots, unread=DRAW_SLOTS)
+    def _fill_last_tokens(self, rows: np.ndarray, by: ByRequest) -> None:
+        padded = by.slots or by.ends
+        if padded:
+            self.parts.by_request.fill({LAST_TOKENS: rows}, real=len(rows), padded=padded, unread=DRAW_SLOTS)
 
     def _forward(
-        self, size: int, attention: Attention, *, draw: str = "", slots: int = 0, is_compiled: bool = False
+        self,
+        size: int,
+        attention: Attention,
+        *,
+        draw: str = "",
+        by: ByRequest = BY_TOKEN,
+        is_compiled: bool = False,
     ) -> Callable[[], tuple[Tensor, ...]]:
-        parts, inputs = self.parts, self._inputs(size, attention)
+        parts = self.parts
+        last = parts.by_request.view(LAST_TOKENS, by.slots or by.ends)
+        ends = Ends(last, parts.buffers.view(LAST_HIDDEN, by.ends)) if by.ends else None
+        inputs = self._inputs(size, attention, ends)
         rows, host_ids = parts.buffers.view("rows", size), parts.buffers.view("host_ids", size)
-        last, logits = parts.by_request.view(LAST_TOKENS, slots), parts.buffers.view("logits", slots)
+        logits = parts.buffers.view("logits", by.slots)
 
         run_model = self._model_forward(inputs, attention, is_compiled=is_compiled)
 
@@ -85,19 +102,20 @@ class PrefillRunner(PhaseRunner):
             drawn = parts.last_tokens.index_select(0, rows)
             torch.where(host_ids == FROM_DEVICE, drawn, host_ids, out=inputs.input_ids)
             run_model()
-            if not slots:
-                return (inputs.residual,)
-            parts.model.head(parts.kernels, inputs.residual.index_select(0, last), logits)
+            if not by.slots:
+                return (inputs.residual if ends is None else ends.out,)
+            hidden = inputs.residual.index_select(0, last) if ends is None else ends.out
+            parts.model.head(parts.kernels, hidden, logits)
             return (logits,)
 
         return forward
 
-    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, slots: int) -> Tensor:
-        if slots:
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, by: ByRequest) -> Tensor:
+        if by.slots:
             return self._of_sampling(batch, outputs[0])
         hidden = outputs[0]
-        ends = np.cumsum([chunk.length for chunk in batch.chunks])
-        last = [int(end) - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.samples]
+        rows = range(by.ends) if by.ends else (np.cumsum([chunk.length for chunk in batch.chunks]) - 1).tolist()
+        last = [row for row, chunk in zip(rows, batch.chunks, strict=False) if chunk.samples]
         logits = self.parts.buffers.view("logits", len(last))
         if last:
             index = torch.tensor(last).to(hidden.device, non_blocking=True)

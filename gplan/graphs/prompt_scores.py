@@ -1,7 +1,7 @@
 """Log probabilities of the tokens of prompts, from the hidden states that a prefill step leaves.
 
-The vocabulary head runs on at most as many rows at a time as decode samples from, in the same buffer: so whatever a
-prompt's length, this takes no memory that sampling did not.
+The vocabulary head, and what the forward has left out before it, run on at most as many rows at a time as decode
+samples from: so whatever a prompt's length, this takes little memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ class PromptScorer:
     def __init__(self, parts: ForwardParts) -> None:
         self._parts = parts
 
-    def score(self, batch: Batch) -> Tensor | None:
+    def score(self, batch: Batch, *, is_finished: bool) -> Tensor | None:
         """Scores every token of `predicted_part` of each chunk, in batch order. Writes over the logits.
+
+        Args:
+            is_finished: whether the forward went on with all rows after the last attention, not only with the last of
+                each request.
 
         Returns:
             [n, 1 + 2 * MAX_LOGPROBS] float32 as `Draw.logprobs`, or None where nobody asked.
@@ -47,11 +51,15 @@ class PromptScorer:
         if not rows:
             return None
         parts, width = self._parts, self._parts.limits.max_batch
-        hidden = parts.buffers.view("residual", batch.num_tokens)
-        where = torch.tensor([rows, tokens]).to(hidden.device, non_blocking=True)
+        residual = parts.buffers.view("residual", batch.num_tokens)
+        where = torch.tensor([rows, tokens]).to(residual.device, non_blocking=True)
         scores = []
         for some in where.split(width, dim=1):
+            hidden = residual.index_select(0, some[0])
+            if not is_finished:
+                attended = parts.buffers["attn_out"].index_select(0, some[0])
+                parts.model.finish(parts.kernels, attended, hidden)
             logits = parts.buffers.view("logits", some.shape[1])
-            parts.model.head(parts.kernels, hidden.index_select(0, some[0]), logits)
+            parts.model.head(parts.kernels, hidden, logits)
             scores.append(score_tokens(logits, some[1]))
         return torch.cat(scores)

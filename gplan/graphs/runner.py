@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,22 @@ from gplan.graphs.forward import ForwardParts
 from gplan.graphs.kv_check import KVCheck
 from gplan.graphs.variants import COMPILED, draw_of
 from gplan.kernels.base import Attention
-from gplan.models.base import ForwardInputs
+from gplan.models.base import Ends, ForwardInputs
+
+
+class ByRequest(NamedTuple):
+    """What of a forward is laid out by request, 0 for nothing.
+
+    Attributes:
+        slots: that attention's metadata is padded to.
+        ends: rows of the output, the last token of each request; else it has one for every token.
+    """
+
+    slots: int = 0
+    ends: int = 0
+
+
+BY_TOKEN = ByRequest()
 
 
 class PhaseRunner(ABC):
@@ -51,21 +66,28 @@ class PhaseRunner(ABC):
     def _make_attention(self, size: int, num_requests: int, *, in_graph: bool) -> Attention: ...
 
     @abstractmethod
-    def _load(self, batch: Batch, size: int, attention: Attention, *, slots: int) -> None:
+    def _load(self, batch: Batch, size: int, attention: Attention, *, by: ByRequest) -> None:
         """Fills the slots, padded to `size`, and prepares attention."""
 
     @abstractmethod
-    def _load_dummy(self, size: int, attention: Attention, *, slots: int) -> None:
+    def _load_dummy(self, size: int, attention: Attention, *, by: ByRequest) -> None:
         """As `_load`, with padding alone."""
 
     @abstractmethod
     def _forward(
-        self, size: int, attention: Attention, *, draw: str = "", slots: int = 0, is_compiled: bool = False
+        self,
+        size: int,
+        attention: Attention,
+        *,
+        draw: str = "",
+        by: ByRequest = BY_TOKEN,
+        is_compiled: bool = False,
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """The computation over the first `size` rows of the static buffers, of as many requests as there are slots."""
+        """The computation over the first `size` rows of the static buffers, and what is
+        laid out by request."""
 
     @abstractmethod
-    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, slots: int) -> Tensor:
+    def _logits(self, batch: Batch, outputs: tuple[Tensor, ...], *, by: ByRequest) -> Tensor:
         """[number of chunks that sample, vocab]: logits of the token after each."""
 
     @property
@@ -101,18 +123,18 @@ class PhaseRunner(ABC):
         """
         key = (verdict or self.can_run(batch)).key
         if key is None:
-            return self._logits(batch, self._run_eagerly(batch), slots=0)
-        return self._logits(batch, self._replay(batch, key), slots=self.slots_of(key))
+            return self._logits(batch, self._run_eagerly(batch), by=BY_TOKEN)
+        return self._logits(batch, self._replay(batch, key), by=self.by_request(key))
 
     def execute_padded(self, batch: Batch, key: ShapeKey) -> Tensor:
         """As a replay of `key`, but running its forward eagerly: what the replay must equal to the bit."""
         self._load_key(batch, key)
-        return self._logits(batch, self._forward_of(key)(), slots=self.slots_of(key))
+        return self._logits(batch, self._forward_of(key)(), by=self.by_request(key))
 
     def load_padding(self, key: ShapeKey) -> Attention:
         """Gives a key the inputs of padding alone, and returns its attention."""
         attention = self._attention_of(key)
-        self._load_dummy(key.size, attention, slots=self.slots_of(key))
+        self._load_dummy(key.size, attention, by=self.by_request(key))
         return attention
 
     def warm_up(self, key: ShapeKey) -> None:
@@ -139,9 +161,8 @@ class PhaseRunner(ABC):
     def execute_plain(self, batch: Batch, key: ShapeKey) -> Tensor:
         """As `execute_padded`, but never compiled: what compiled code is compared with."""
         self._load_key(batch, key)
-        slots = self.slots_of(key)
-        forward = self._forward(key.size, self._attention_of(key), slots=slots)
-        return self._logits(batch, forward(), slots=slots)
+        forward = self._forward(key.size, self._attention_of(key), by=self.by_request(key))
+        return self._logits(batch, forward(), by=self.by_request(key))
 
     def freeze(self) -> None:
         """Ends capturing for good."""
@@ -163,7 +184,7 @@ class PhaseRunner(ABC):
         return outputs
 
     def _run_eagerly(self, batch: Batch) -> tuple[Tensor, ...]:
-        self._load(batch, batch.size, self._eager_attention, slots=0)
+        self._load(batch, batch.size, self._eager_attention, by=BY_TOKEN)
         forward = self._forward(batch.size, self._eager_attention)
         if self.kv_check is None:
             return forward()
@@ -174,7 +195,7 @@ class PhaseRunner(ABC):
 
     def _load_key(self, batch: Batch, key: ShapeKey) -> None:
         """Gives the graph of `key` its inputs."""
-        self._load(batch, key.size, self._attention_of(key), slots=self.slots_of(key))
+        self._load(batch, key.size, self._attention_of(key), by=self.by_request(key))
 
     def _attention_of(self, key: ShapeKey) -> Attention:
         if self.backend_of(key).cuts_at_breaks:
@@ -190,14 +211,17 @@ class PhaseRunner(ABC):
                 key.size,
                 self._attention_of(key),
                 draw=draw_of(key),
-                slots=self.slots_of(key),
                 is_compiled=self.is_compiled(key),
+                by=self.by_request(key),
             )
         return self._forwards[key]
 
     def slots_of(self, key: ShapeKey) -> int:
         """Request slots that the metadata of a key is padded to; 0 for none."""
         return 0 if self.backend_of(key).cuts_at_breaks else min(self.setup.request_slots, key.size)
+
+    def by_request(self, key: ShapeKey) -> ByRequest:
+        return ByRequest(self.slots_of(key))
 
     def _model_forward(self, inputs: ForwardInputs, attention: Attention, *, is_compiled: bool) -> Callable[[], None]:
         model, kernels = self.parts.model, self.parts.kernels
@@ -211,7 +235,7 @@ class PhaseRunner(ABC):
             self._compiled[shape] = CompiledForward(model, kernels, inputs, attention)
         return self._compiled[shape]
 
-    def _inputs(self, size: int, attention: Attention) -> ForwardInputs:
+    def _inputs(self, size: int, attention: Attention, ends: Ends | None = None) -> ForwardInputs:
         buffers = self.parts.buffers
         return ForwardInputs(
             input_ids=buffers.view("input_ids", size),
@@ -222,4 +246,5 @@ class PhaseRunner(ABC):
             attn_out=buffers.view("attn_out", size),
             kv_caches=self.parts.kv_pool.layers,
             attend=graph_break(attention.run),
+            ends=ends,
         )

@@ -20,6 +20,7 @@ EVERYTHING = SamplingParams(
     presence_penalty=0.1,
     frequency_penalty=0.1,
     logprobs=5,
+    prompt_logprobs=5,
 )
 """Asks for every feature of sampling at once: what it takes is the most that sampling can take."""
 

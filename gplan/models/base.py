@@ -19,6 +19,19 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Rows of a step that alone are asked for: of prompts, the last token of each.
+
+    Attributes:
+        rows: [m] int64, m <= n.
+        out: [m, hidden]: what leaves the model for these rows.
+    """
+
+    rows: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ForwardInputs:
     """Static buffers of one step, cut to its (padded) size n.
 
@@ -28,6 +41,7 @@ class ForwardInputs:
         attn_q, attn_out: [n, qo_heads, head_dim]: what crosses the attention call; shared by all layers.
         kv_caches: per layer (k_cache, v_cache), each [num_pages, page_size, kv_heads, head_dim].
         attend: the attention call.
+        ends: the rows that are asked for; None for all.
     """
 
     input_ids: Tensor
@@ -38,6 +52,7 @@ class ForwardInputs:
     attn_out: Tensor
     kv_caches: tuple[tuple[Tensor, Tensor], ...]
     attend: Attend
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +78,15 @@ class Model(ABC):
     @abstractmethod
     def forward(self, kernels: Kernels, inputs: ForwardInputs) -> None:
         """Embeds and runs every layer: leaves the stream (before the final norm) in `inputs.residual`. Calls
-        `inputs.attend` exactly once per layer, in order."""
+        `inputs.attend` exactly once per layer, in order.
+
+        With `inputs.ends` the last layer ends with its attention for all other rows, and the stream of those that are
+        asked for is left in `ends.out`: what `finish` makes of `inputs.attn_out` and `inputs.residual`.
+        """
+
+    @abstractmethod
+    def finish(self, kernels: Kernels, attended: Tensor, residual: Tensor) -> None:
+        """The last layer after its attention: attended [n, qo_heads, head_dim], residual [n, hidden], in place."""
 
     @abstractmethod
     def head(self, kernels: Kernels, hidden: Tensor, out: Tensor) -> None:

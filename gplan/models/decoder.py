@@ -56,11 +56,22 @@ class Decoder(Model):
             )
             del qkv
             inputs.attend(inputs.attn_q, k_cache, v_cache, inputs.attn_out)
-            attn_rows = inputs.attn_out.view(residual.shape[0], -1)
-            kernels.linear_add(attn_rows, layer.o, residual, layer.o_bias)
-            hidden = kernels.norm_gate_up(residual, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)
-            kernels.linear_add(hidden, layer.down, residual, layer.down_bias)
-            del hidden
+            if inputs.ends is None or layer is not self._layers[-1]:
+                self._after_attention(kernels, layer, inputs.attn_out, residual)
+        if inputs.ends is not None:
+            # What other rows would become after their last keys and values is read by nobody.
+            rows, out = inputs.ends.rows, inputs.ends.out
+            torch.index_select(residual, 0, rows, out=out)
+            self.finish(kernels, inputs.attn_out.index_select(0, rows), out)
+
+    def finish(self, kernels: Kernels, attended: Tensor, residual: Tensor) -> None:
+        self._after_attention(kernels, self._layers[-1], attended, residual)
+
+    def _after_attention(self, kernels: Kernels, layer: Layer, attended: Tensor, residual: Tensor) -> None:
+        eps = self.spec.norm_eps
+        kernels.linear_add(attended.view(len(residual), -1), layer.o, residual, layer.o_bias)
+        hidden = kernels.norm_gate_up(residual, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias)
+        kernels.linear_add(hidden, layer.down, residual, layer.down_bias)
 
     def head(self, kernels: Kernels, hidden: Tensor, out: Tensor) -> None:
         kernels.linear(kernels.rms_norm(hidden, self._norm, self.spec.norm_eps), self._head, out=out)

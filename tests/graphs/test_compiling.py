@@ -105,6 +105,8 @@ def test_a_tensor_that_crosses_attention_is_refused(executor: Executor) -> None:
             inputs.attend(inputs.attn_q, k_cache, v_cache, inputs.attn_out)
             inputs.residual.add_(kept)
 
+        def finish(self, kernels: Kernels, attended: Tensor, residual: Tensor) -> None: ...
+
         def head(self, kernels: Kernels, hidden: Tensor, out: Tensor) -> None: ...
 
         def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from gplan.kernels import make_kernels
 from gplan.kernels.base import AttentionBatch, KernelShape
 from gplan.models import Decoder, ForwardInputs, ModelSpec
+from gplan.models.base import Ends
 
 PAGE_SIZE = 8
 
@@ -56,8 +57,13 @@ class Harness:
         self._decode = self.kernels.decode_attention(max_batch, in_graph=False)
         self._prefill = self.kernels.prefill_attention(max_tokens, max_batch, in_graph=False)
 
-    def step(self, work: Sequence[tuple[Stream, int]]) -> Tensor:
-        """Computes the next tokens of each sequence, so many each: [n, vocab] logits after the last of each."""
+    def step(self, work: Sequence[tuple[Stream, int]], *, leave_out: bool = False) -> Tensor:
+        """Computes the next tokens of each sequence, so many each: [n, vocab] logits after the last of each.
+
+        Args:
+            leave_out: all other rows after the last attention. What they are then is `left_out`; `hidden` is what
+                finishing makes of them, or the forward itself.
+        """
         spans = [(sequence, sequence.cached, sequence.cached + count) for sequence, count in work]
         for sequence, _, end in spans:
             while len(sequence.pages) * PAGE_SIZE < end:
@@ -83,8 +89,17 @@ class Harness:
         )
         logits = torch.full((len(work), spec.vocab_size), float("nan"), dtype=self.shape.dtype)
         with torch.inference_mode():
-            self.model.forward(self.kernels, inputs)
-            self.model.head(self.kernels, inputs.residual[torch.from_numpy(batch.qo_indptr[1:] - 1).long()], logits)
+            last = torch.from_numpy(batch.qo_indptr[1:] - 1).long()
+            ends = Ends(last, torch.full((len(last), spec.hidden_size), float("nan"), dtype=self.shape.dtype))
+            if leave_out:
+                self.model.forward(self.kernels, replace(inputs, ends=ends))
+                self.left_out = inputs.residual.clone()
+                self.model.finish(self.kernels, inputs.attn_out, inputs.residual)
+            else:
+                self.model.forward(self.kernels, inputs)
+                torch.index_select(inputs.residual, 0, last, out=ends.out)
+            self.hidden = inputs.residual
+            self.model.head(self.kernels, ends.out, logits)
         for sequence, _, end in spans:
             sequence.cached = end
         return logits

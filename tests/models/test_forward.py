@@ -92,6 +92,21 @@ def test_half_precision_is_close_to_float32(dtype: torch.dtype, tmp_path: Path) 
     assert (rounded.float() - exact).abs().mean() < 0.15 * exact.std()
 
 
+@pytest.mark.parametrize("variant", ["LlamaForCausalLM", "llama biases", "Qwen3ForCausalLM", "explicit head_dim"])
+def test_rows_left_out_after_the_last_attention_change_nothing_and_can_be_finished(
+    variant: str, tmp_path: Path
+) -> None:
+    architecture, config = VARIANTS[variant]
+    harness = _load(make_checkpoint(tmp_path, architecture, **config))
+    prompts = _prompts(9, 1, 30)
+    everything = harness.step([(Stream(list(prompt)), len(prompt)) for prompt in prompts])
+    hidden = harness.hidden
+    fewer = harness.step([(Stream(list(prompt)), len(prompt)) for prompt in prompts], leave_out=True)
+    torch.testing.assert_close(fewer, everything, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(harness.hidden, hidden, rtol=1e-5, atol=1e-5)
+    assert (harness.left_out - hidden).abs().mean() > 1e-3, "nothing was left out"
+
+
 def test_attends_once_per_layer_in_order(tmp_path: Path) -> None:
     harness = _load(make_checkpoint(tmp_path))
     seen: list[int] = []
