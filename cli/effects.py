@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from cli.views import full_requests
 from formats.plan import PhasePlan, Plan
 from gplan.core import Phase
 from gplan.scheduling.times import PS_PER_US, PhaseTimes, times_of_phase
@@ -40,9 +41,7 @@ def effects(a: Plan, b: Plan) -> tuple[Effect, ...]:
 
 def _figures(a: Plan, b: Plan) -> Iterator[Effect]:
     yield _effect("KV pool", _kv_tokens(a), _kv_tokens(b), "tokens")
-    yield _effect(
-        "requests at full length", _kv_tokens(a) // a.limits.max_len, _kv_tokens(b) // b.limits.max_len, "requests"
-    )
+    yield _effect("requests at full length", full_requests(a), full_requests(b), "requests")
     yield from _step_times(a, b)
     pools = [sum(plan.planned_bytes(f"graph_pool_{phase}") for phase in Phase) for plan in (a, b)]
     yield _effect("graph memory", pools[0] / (1 << 20), pools[1] / (1 << 20), "MiB")

@@ -93,14 +93,12 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
     """
     part = plan.phase(phase)
     if size > part.max_size:
-        unit = "requests" if phase == "decode" else "tokens"
-        raise GplanError(
-            f"--size {size}: no {phase} step has more than {part.max_size} {unit}", "Ask for a size up to that."
-        )
+        most = count(part.max_size, "request" if phase == "decode" else "token")
+        raise GplanError(f"--size {size}: no {phase} step has more than {most}", "Ask for a size up to that.")
     verdict = Admission(PhaseSetup.from_plan(part)).at(size)
     graph_us, eager_us = part.graph_us, part.eager_us
     eager = interpolate(eager_us, size) if eager_us else None
-    rows = rows_us(Phase(phase), part.costs, part.max_size, plan.limits.max_len)
+    rows = rows_us(Phase(phase), part.costs, part.max_size, plan.limits.max_len, graph_us)
     above = next((bucket.size for bucket in part.base_ladder if bucket.size >= size), None)
     if verdict.key is None:
         return Explanation(
@@ -116,7 +114,9 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
             alternative_us=None if above is None else graph_us[above] - rows[above] + rows[size],
         )
     bucket = verdict.key.size
-    step_us = graph_us[bucket] - rows[bucket] + rows[size]
+    spared_us = rows[bucket] - rows[size]
+    step_us = graph_us[bucket] - spared_us
+    others = (other for other in part.ladder if other.size == bucket and not is_base(other.variant))
     return Explanation(
         plan_id=plan_id(plan),
         phase=phase,
@@ -128,17 +128,13 @@ def explanation(plan: Plan, phase: str, size: int) -> Explanation:
         padding_us=max(0.0, step_us - interpolate(graph_us, size)),
         alternative="eager",
         alternative_us=eager,
-        variants=tuple(_variant(part, other) for other in part.ladder if other.size == bucket and _is_special(other)),
+        variants=tuple(_variant(part, other, spared_us) for other in others),
     )
 
 
-def _is_special(bucket: Bucket) -> bool:
-    return not is_base(bucket.variant)
-
-
-def _variant(phase: PhasePlan, bucket: Bucket) -> VariantView:
+def _variant(phase: PhasePlan, bucket: Bucket, spared_us: float) -> VariantView:
     takes = TAKES[bucket.variant.rpartition("+")[2]].format(slots=phase.request_slots)
-    step_us = None if bucket.graph is None else bucket.graph.median_us
+    step_us = None if bucket.graph is None else max(0.0, bucket.graph.median_us - spared_us)
     return VariantView(key=bucket_key(phase.phase, bucket), takes=takes, step_us=step_us)
 
 

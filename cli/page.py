@@ -104,7 +104,7 @@ def _phase(plan: Plan, phase: PhasePlan, unit: str) -> Iterator[str]:
     if phase.eager_sizes:
         yield f"eager although covered: {', '.join(_span(*span) for span in phase.eager_sizes)} {unit}"
     yield from _predictions(phase, unit)
-    yield from _costs(phase.costs)
+    yield from _costs(phase.costs, plan.limits.max_len)
     steps = plan.workload.decode_steps if phase.phase == "decode" else plan.workload.prefill_steps
     if steps:
         yield ""
@@ -124,17 +124,19 @@ def _predictions(phase: PhasePlan, unit: str) -> Iterator[str]:
     )
 
 
-def _costs(costs: Costs) -> Iterator[str]:
-    """What steps take beside what their size says."""
+def _costs(costs: Costs, max_len: int) -> Iterator[str]:
+    """What steps take beside what their size says, of 1,000 tokens or as many as a request may have."""
+    cached, half = min(1000, max_len - 1), min(1000, max_len // 2)
     if costs.cached_us:
         timed = f"; sizes were timed at {count(costs.context, 'token')} each" if costs.context else ""
-        slopes = ", ".join(f"{short(us * 1e3)} µs at {count(n, 'request')}" for n, us in costs.cached_us)
-        yield f"1,000 cached tokens more for a request that decodes: {slopes}{timed}"
+        slopes = ", ".join(f"{short(us * cached)} µs at {count(n, 'request')}" for n, us in costs.cached_us)
+        yield f"{count(cached, 'cached token')} more for a request that decodes: {slopes}{timed}"
     if len(costs.rows_us) > 1:
         (few, least), (many, most) = costs.rows_us[0], costs.rows_us[-1]
         yield f"{count(many - few, 'row')} of padding: {short(most - least)} µs less than as many requests"
     if costs.pair_us:
-        yield f"1,000 tokens of a prompt after 1,000 others: {short(costs.pair_us * 1e6)} µs more than alone"
+        more = f"{short(costs.pair_us * half * half)} µs more than alone"
+        yield f"{count(half, 'token')} of a prompt after {half:,} others: {more}"
     if costs.beyond_us:
         around = ", ".join(f"{short(us)} µs at {count(n, 'request')}" for n, us in costs.beyond_us)
         yield f"beyond the forward, step after step: {around}; before it on the host: {short(costs.host_us)} µs"
@@ -193,10 +195,10 @@ def _memory(view: PlanView) -> Iterator[str]:
         yield f"{line}  {row[3]}"
     yield f"adds up to {format_size(total)} ({total:,} bytes)"
     page = (
-        f"{plan.num_kv_pages - 1:,} pages of {plan.limits.page_size} tokens, {format_size(plan.kv_bytes_per_page)} each"
+        f"{count(plan.num_kv_pages - 1, 'page')} of {count(plan.limits.page_size, 'token')}, "
+        f"{format_size(plan.kv_bytes_per_page)} each; and the dummy page"
     )
-    longest = view.kv_tokens // plan.limits.max_len
-    yield f"KV pool: {view.kv_tokens:,} tokens ({page}; and the dummy page), {count(longest, 'request')} at full length"
+    yield f"KV pool: {count(view.kv_tokens, 'token')} ({page}), {count(view.full_requests, 'request')} at full length"
 
 
 def _workload(plan: Plan) -> Iterator[str]:
@@ -205,7 +207,7 @@ def _workload(plan: Plan) -> Iterator[str]:
         yield workload.spec
         return
     steps = [
-        f"{sum(number for _, number in steps):,} {name} steps"
+        count(sum(number for _, number in steps), f"{name} step")
         for name, steps in (("decode", workload.decode_steps), ("prefill", workload.prefill_steps))
     ]
     digest = f", digest {workload.digest[:12]}" if workload.digest else ""

@@ -14,11 +14,13 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kv_tokens: tokens that the KV pool holds, the dummy page left out.
+        full_requests: requests of the maximum length that it holds at once; a page is one request's.
         ledger_total: planned bytes of all rows; equal to `plan.limits.memory_bytes`.
     """
 
     plan_id: str
     kv_tokens: int
+    full_requests: int
     ledger_total: int
     plan: Plan
 
@@ -27,9 +29,14 @@ def view_plan(plan: Plan) -> PlanView:
     return PlanView(
         plan_id=plan_id(plan),
         kv_tokens=(plan.num_kv_pages - 1) * plan.limits.page_size,
+        full_requests=full_requests(plan),
         ledger_total=sum(row.planned_bytes for row in plan.ledger),
         plan=plan,
     )
+
+
+def full_requests(plan: Plan) -> int:
+    return (plan.num_kv_pages - 1) // -(-plan.limits.max_len // plan.limits.page_size)
 
 
 def echo_json(view: msgspec.Struct) -> None:

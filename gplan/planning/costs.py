@@ -19,7 +19,7 @@ from formats.plan import Limits
 from gplan.core import Batch, Phase, Request, SamplingParams
 from gplan.planning.profiler import Profiler
 from gplan.scheduling.scheduler import Scheduler
-from gplan.scheduling.times import prompt_pairs
+from gplan.scheduling.times import pairs_timed, prompt_pairs
 
 LONGEST_CONTEXT = 4096
 """Tokens before a prompt's chunk that are timed at most."""
@@ -86,7 +86,7 @@ def _contexts_and_padding(
         for context, timing in zip(contexts, timings, strict=False):
             timed.append(ContextTiming(size=size, decodes=size, context=context, timing=timing))
             points.append((size * (context - most), timing.median_us - timings[0].median_us))
-        cached_us[size] = slope(points)
+        cached_us[size] = min(slope(points), timings[0].median_us / (size * most))
         if padded:
             spared = max(0.0, timings[0].median_us - timings[-1].median_us)
             rows_us = rows_us or {before: before * most * cached_us[before]}
@@ -117,7 +117,7 @@ def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs
     limits, batches = profiler.limits, profiler.batches
     timed: list[ContextTiming] = []
     pair_us = 0.0
-    size = _largest(forward_us, limits.max_len // 2)
+    size = min(_largest(forward_us, limits.max_len // 2), limits.max_len // 2)
     longest = min(LONGEST_CONTEXT, limits.max_len - 1 - size)
     if longest > 0:
         points, contexts = [], sorted({0, -(-longest // 2), longest})
@@ -125,7 +125,7 @@ def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs
         for context, timing in zip(contexts, timings, strict=True):
             timed.append(ContextTiming(size=size, decodes=0, context=context, timing=timing))
             points.append((size * context, timing.median_us - timings[0].median_us))
-        pair_us = slope(points)
+        pair_us = min(slope(points), most_pair_us(forward_us, limits.max_len))
     cached_us: tuple[tuple[int, float], ...] = ()
     for mixed, plain in _mixed(profiler, forward_us):
         timed.append(mixed)
@@ -139,6 +139,14 @@ def _prefill_costs(profiler: Profiler, forward_us: Mapping[int, float]) -> Costs
     return Costs(
         context=0, contexts=_ordered(timed), cached_us=cached_us, pair_us=pair_us, beyond_us=beyond, host_us=host
     )
+
+
+def most_pair_us(forward_us: Mapping[int, float], max_len: int) -> float:
+    """With which all that the largest size takes beyond the quickest would be for comparing tokens: times that spread
+    widely over few tokens can say more."""
+    largest, quickest = max(forward_us), min(forward_us.values())
+    known = forward_us[largest] - (quickest if len(forward_us) > 1 else 0.0)
+    return known / pairs_timed(largest, max_len)
 
 
 def _mixed(profiler: Profiler, forward_us: Mapping[int, float]) -> list[tuple[ContextTiming, Timing]]:

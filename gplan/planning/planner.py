@@ -187,5 +187,5 @@ def _phase_plan(found: PhaseOutcome, outcome: Outcome, limits: Limits) -> PhaseP
         costs=measured.costs[setup.phase],
         variants=found.decision.pairs.notes(setup.keys),
     )
-    rows = rows_us(setup.phase, plan.costs, setup.max_size, limits.max_len)
+    rows = rows_us(setup.phase, plan.costs, setup.max_size, limits.max_len, plan.graph_us)
     return msgspec.structs.replace(plan, eager_sizes=cheaper_eagerly(plan.base_ladder, plan.eager_us, rows))

@@ -20,6 +20,7 @@ from gplan.errors import GplanError
 from gplan.graphs.admission import PhaseSetup
 from gplan.models.checkpoint import source_of
 from gplan.models.token_counts import token_counter
+from gplan.planning.capture_time import capture_limits
 from gplan.planning.eager import cheaper_eagerly
 from gplan.planning.options import PlanOptions, format_buckets
 from gplan.planning.traffic import (
@@ -66,9 +67,12 @@ def replan(old: Plan, options: PlanOptions) -> Plan:
     lag = 1 if old.fingerprint.device == "cuda" else 0
     report = run_traffic(traffic.seen, old.limits, old.num_kv_pages, figures, lag)
     locked = {choice.field for choice in old.choices if choice.basis == "locked"}
+    free = {phase: figures[phase].buckets for phase in Phase if f"{phase}.ladder" not in locked}
+    fixed = {phase: old.phase(phase).ladder for phase in Phase if phase not in free}
+    limits_ms = capture_limits(options.startup_budget_s, free, fixed)
     solved = {
-        phase: _solve(old, figures, phase, steps_of(report, phase), options.startup_budget_s)
-        if f"{phase}.ladder" not in locked
+        phase: _solve(old, figures[phase], phase, steps_of(report, phase), limits_ms[phase])
+        if phase in free
         else _Solved(old.phase(phase), "")
         for phase in Phase
     }
@@ -175,36 +179,33 @@ def _left_out(phase: PhasePlan, plain: Sequence[Bucket]) -> Iterator[Bucket]:
             yield msgspec.structs.replace(like, size=entry.size, graph=entry.graph, eager=entry.eager)
 
 
-def _solve(
-    old: Plan, figures: Mapping[Phase, PhaseFigures], phase: Phase, steps: Steps, budget_s: float | None
-) -> _Solved:
+def _solve(old: Plan, figures: PhaseFigures, phase: Phase, steps: Steps, budget_ms: float | None) -> _Solved:
     before = old.phase(phase)
     if not before.ladder:
         return _Solved(before, "")
-    budget_ms = None if budget_s is None else budget_s * 1e3 * _share(phase, figures)
     # Memory stays divided as it is, so a graph's bytes have no price.
-    solution = best_ladder(figures[phase], steps, budget_ms, byte_price_us=0.0)
+    solution = best_ladder(figures, steps, budget_ms, byte_price_us=0.0)
     chosen = frozenset(solution.ladder)
     room_ms = None if budget_ms is None else budget_ms - solution.capture_ms
     special = _variants(before, chosen, steps, room_ms)
     kept = [bucket for bucket in before.ladder if bucket.size in chosen]
     known = {bucket.size for bucket in kept}
-    added = [bucket for bucket in figures[phase].buckets if bucket.size in chosen - known]
+    added = [bucket for bucket in figures.buckets if bucket.size in chosen - known]
     every = sorted((*kept, *added), key=lambda bucket: (bucket.size, bucket.width, bucket.variant))
     ladder = tuple(bucket for bucket in every if is_base(bucket.variant) or (bucket.size, bucket.variant) in special)
     reason = (
-        f"{len(solution.ladder)} of the {len(figures[phase].buckets)} sizes that plan {plan_id(old)} measured, "
+        f"{len(solution.ladder)} of the {len(figures.buckets)} sizes that plan {plan_id(old)} measured, "
         f"{solution.regret:.2%} above having all of them"
         + (f"; {format_buckets(tuple(b.size for b in added))} not compared with eager yet" if added else "")
     )
-    plain = [bucket for bucket in figures[phase].buckets if bucket.size in chosen]
+    plain = [bucket for bucket in figures.buckets if bucket.size in chosen]
     changed = msgspec.structs.replace(
         before,
         ladder=ladder,
         request_slots=before.request_slots if before.slot_limit or _have(ladder, "full") else 0,
         variants=tuple(msgspec.structs.replace(n, sizes=_have(ladder, n.variant)) for n in before.variants),
-        eager_sizes=cheaper_eagerly(plain, before.eager_us, figures[phase].rows_us),
-        other_sizes=other_sizes(figures[phase].buckets, chosen, before.other_sizes),
+        eager_sizes=cheaper_eagerly(plain, before.eager_us, figures.rows_us),
+        other_sizes=other_sizes(figures.buckets, chosen, before.other_sizes),
     )
     return _Solved(changed, reason)
 
@@ -226,13 +227,6 @@ def _variants(
 
 def _have(ladder: Sequence[Bucket], part: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(bucket.size for bucket in ladder if part in bucket.variant.split("+")))
-
-
-def _share(phase: Phase, figures: Mapping[Phase, PhaseFigures]) -> float:
-    """The part of a capture budget that a phase gets: that of its buckets' capture time."""
-    spent = {each: sum(bucket.capture_ms for bucket in figures[each].buckets) for each in Phase}
-    total = sum(spent.values())
-    return spent[phase] / total if total else 1.0
 
 
 def _judge(figures: Mapping[Phase, PhaseFigures], steps: Mapping[Phase, Steps], workload: str) -> list[Regret]:

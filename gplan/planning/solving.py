@@ -18,6 +18,7 @@ from gplan.graphs.admission import PhaseSetup
 from gplan.graphs.variants import COMPILED, with_part
 from gplan.planning.bench import Bench, Measured
 from gplan.planning.buckets import Solution, candidate_sizes
+from gplan.planning.capture_time import capture_limits
 from gplan.planning.choices import Choices
 from gplan.planning.curves import Curve, HeldOut, refine
 from gplan.planning.decisions import (
@@ -78,7 +79,10 @@ def solve_ladders(
     run = _Run(bench, traffic, budget(bench, measured).num_kv_pages)
     report = run.seen(figures)
     steps = {phase: _steps(report, phase, figures[phase]) for phase in Phase}
-    price, limits_ms = run.byte_price(figures), _capture_limits(figures, budget_s)
+    price = run.byte_price(figures)
+    free = {phase: figures[phase].buckets for phase, decision in decisions.items() if not decision.is_locked}
+    fixed = {phase: _captured(measured, decision) for phase, decision in decisions.items() if decision.is_locked}
+    limits_ms = capture_limits(budget_s, free, fixed)
     solved: dict[Phase, PhaseDecision] = {}
     predictions: dict[Phase, tuple[Prediction, ...]] = {}
     for phase, decision in decisions.items():
@@ -139,13 +143,8 @@ def _steps(report: SimulationReport | None, phase: Phase, figures: PhaseFigures)
     return even_steps(figures.setup.max_size) if report is None else steps_of(report, phase)
 
 
-def _capture_limits(figures: Figures, budget_s: float | None) -> dict[Phase, float | None]:
-    """Milliseconds that capturing each phase may take: its part of the budget is that of its candidates' time."""
-    if budget_s is None:
-        return dict.fromkeys(Phase, None)
-    spent = {phase: sum(bucket.capture_ms for bucket in figures[phase].buckets) for phase in Phase}
-    total = sum(spent.values())
-    return {phase: budget_s * 1e3 * (spent[phase] / total if total else 1.0) for phase in Phase}
+def _captured(measured: Measured, decision: PhaseDecision) -> list[Bucket]:
+    return [measured.buckets[key] for key in decision.setup.keys]
 
 
 def _refined(

@@ -84,7 +84,7 @@ class PhaseFigures:
 
     @property
     def rows_us(self) -> list[float]:
-        return rows_us(self.setup.phase, self.costs, self.setup.max_size, self.limits.max_len)
+        return rows_us(self.setup.phase, self.costs, self.setup.max_size, self.limits.max_len, self.graph_us)
 
     def times(self) -> PhaseTimes:
         """Of steps as the setup runs them."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from formats.measurements import Costs
 from formats.plan import Limits, PhasePlan, Plan
@@ -138,14 +139,28 @@ def phase_times(
     )
 
 
-def rows_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[float]:
+def rows_us(
+    phase: Phase, costs: Costs, maximum: int, max_len: int, graph_us: Mapping[int, float] | None = None
+) -> list[float]:
     """[maximum + 1]: of the time of each size, what its rows added to as many rows of padding: all that they read or
-    compared, where nothing else was measured."""
-    reads = reads_us(phase, costs, maximum, max_len)
-    if not costs.rows_us:
-        return reads
-    known = {0: 0.0} | dict(costs.rows_us)
-    return [interpolate(known, size) for size in range(maximum + 1)]
+    compared, where nothing else was measured.
+
+    Args:
+        graph_us: of replays, which bound it: no step is quicker for its padding than the quickest replay, though times
+            that spread widely can say so.
+    """
+    if costs.rows_us:
+        known = {0: 0.0} | dict(costs.rows_us)
+        rows = [interpolate(known, size) for size in range(maximum + 1)]
+    else:
+        rows = reads_us(phase, costs, maximum, max_len)
+    rows = list(accumulate(rows, max))
+    if not graph_us:
+        return rows
+    quickest = min(graph_us.values())
+    replays = [interpolate(graph_us, size) for size in range(1, maximum + 1)]
+    room = list(accumulate(reversed(replays), min))[::-1]
+    return [rows[0], *(min(row, rows[1] + most - quickest) for row, most in zip(rows[1:], room, strict=True))]
 
 
 def reads_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[float]:
@@ -154,9 +169,13 @@ def reads_us(phase: Phase, costs: Costs, maximum: int, max_len: int) -> list[flo
     if phase is Phase.DECODE:
         cached_us = dict(costs.cached_us) or {1: 0.0}
         return [size * costs.context * interpolate(cached_us, size) for size in range(maximum + 1)]
+    return [pairs_timed(size, max_len) * costs.pair_us for size in range(maximum + 1)]
+
+
+def pairs_timed(size: int, max_len: int) -> int:
+    """Pairs that prompts of `size` tokens in all compare, as few and as long as possible."""
     longest = max_len - 1
-    whole = prompt_pairs(0, longest)
-    return [(size // longest * whole + prompt_pairs(0, size % longest)) * costs.pair_us for size in range(maximum + 1)]
+    return size // longest * prompt_pairs(0, longest) + prompt_pairs(0, size % longest)
 
 
 def prompt_pairs(start: int, length: int) -> int:
@@ -179,18 +198,18 @@ def times_of_phase(plan: PhasePlan, limits: Limits) -> PhaseTimes:
         raise GplanError(
             f"the plan holds no times of {plan.phase}", "Plan again: gplan plan CHECKPOINT -o FILE measures them."
         )
-    asked = Phase(plan.phase), plan.costs, plan.max_size, limits.max_len
+    phase, graph_us = Phase(plan.phase), plan.graph_us
     return phase_times(
         plan.max_size,
         [bucket.size for bucket in plan.base_ladder],
-        plan.graph_us,
+        graph_us,
         plan.eager_us,
         padding_cap=plan.padding_cap,
         eager_sizes=plan.eager_sizes,
         request_slots=plan.slot_limit,
         costs=plan.costs,
-        rows_us=rows_us(*asked),
-        reads_us=reads_us(*asked),
+        rows_us=rows_us(phase, plan.costs, plan.max_size, limits.max_len, graph_us),
+        reads_us=reads_us(phase, plan.costs, plan.max_size, limits.max_len),
         max_batch=limits.max_batch,
     )
 

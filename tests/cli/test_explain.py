@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from cli.main import cli, run
 from formats.container import write_plan
+from formats.measurements import Costs, Timing
 from formats.plan import Plan
 from tests.formats.plans import make_bucket, make_plan
 
@@ -58,7 +59,9 @@ def test_the_page_says_the_same(plan: str) -> None:
 def test_variants_of_the_bucket_are_named_with_what_they_take(tmp_path: Path) -> None:
     made = make_plan()
     decode_ladder = (make_bucket(8), make_bucket(8, variant="greedy"))
-    decode = msgspec.structs.replace(made.decode, ladder=decode_ladder)
+    one = msgspec.structs.replace(make_bucket(1), graph=Timing(median_us=1.0, spread_us=0.0, runs=3))
+    costs = Costs(context=10, cached_us=((1, 0.1),))
+    decode = msgspec.structs.replace(made.decode, ladder=(one, *decode_ladder), costs=costs)
     last = made.prefill.max_size
     prefill_ladder = (make_bucket(last), make_bucket(last, variant="full"))
     prefill = msgspec.structs.replace(made.prefill, backend="breakable", ladder=prefill_ladder, request_slots=4)
@@ -66,6 +69,10 @@ def test_variants_of_the_bucket_are_named_with_what_they_take(tmp_path: Path) ->
     result = CliRunner().invoke(cli, ["explain", path, "--phase", "decode", "--size", "3"])
     assert "is replayed from decode:8," in result.stdout
     assert "a batch whose requests are all greedy: decode:8:greedy" in result.stdout
+    whole, few = (explain(path, "--phase", "decode", "--size", size) for size in ("8", "3"))
+    spared = whole["step_us"] - few["step_us"]
+    assert spared > 0, "what rows of padding do not read"
+    assert few["variants"][0]["step_us"] == pytest.approx(whole["variants"][0]["step_us"] - spared)
     found = explain(path, "--phase", "prefill", "--size", "3")
     assert [(v["key"], v["takes"]) for v in found["variants"]] == [(f"prefill:{last}:full", "of at most 4 requests")]
 

@@ -12,6 +12,7 @@ from cli.drawing import draw_ladder
 from cli.page import plan_page
 from cli.views import PlanView, view_plan
 from formats.container import write_plan
+from formats.measurements import Costs
 from formats.plan import Choice, Receipt, Workload
 from formats.plan_id import plan_id
 from gplan.units import format_size
@@ -39,6 +40,26 @@ def test_the_page_names_what_was_decided() -> None:
         "11 of 11 keys equal eager to the bit",
     ):
         assert expected in text
+
+
+def test_a_page_of_the_pool_is_one_request_s() -> None:
+    made = make_plan(max_len=9, num_kv_pages=8)
+    assert "KV pool: 112 tokens (7 pages of 16 tokens" in plan_page(view_plan(made))
+    assert "7 requests at full length" in plan_page(view_plan(made))
+    assert "1 page of 16 tokens" in plan_page(view_plan(make_plan(max_len=9, num_kv_pages=2)))
+
+
+def test_costs_are_told_of_as_many_tokens_as_a_request_may_have() -> None:
+    def told(max_len: int) -> str:
+        made = make_plan(max_len=max_len)
+        costs = Costs(cached_us=((2, 0.5),), pair_us=0.001)
+        prefill = msgspec.structs.replace(made.prefill, costs=costs)
+        return plan_page(view_plan(msgspec.structs.replace(made, prefill=prefill)))
+
+    assert "1,000 cached tokens more for a request that decodes: 500 µs at 2 requests" in told(4096)
+    assert "1,000 tokens of a prompt after 1,000 others: 1000 µs more than alone" in told(4096)
+    assert "8 cached tokens more for a request that decodes: 4.00 µs at 2 requests" in told(9)
+    assert "4 tokens of a prompt after 4 others: 0.016 µs more than alone" in told(9)
 
 
 def test_every_bucket_has_a_line_with_both_times() -> None:

@@ -13,7 +13,7 @@ from gplan.errors import FitError, GplanError, UnsupportedError
 from gplan.planning.options import PlanOptions
 from gplan.planning.planner import make_plan
 from gplan.planning.profiler import Patience
-from gplan.scheduling.times import times_of_plan
+from gplan.scheduling.times import pairs_timed, times_of_plan
 from tests.checkpoints import make_checkpoint
 
 QUICK = Patience(min_runs=3, max_runs=3, seconds=0)
@@ -69,7 +69,8 @@ def test_what_steps_take_beside_their_size_is_measured(plan: Plan) -> None:
     assert all(us >= 0 for _, us in decode.cached_us)
     assert [requests for requests, _ in decode.rows_us] == [1, 4]
     assert not prefill.rows_us, "prompts are short: padding spares all that they compare"
-    assert prefill.pair_us >= 0
+    largest = plan.prefill.max_size
+    assert 0 <= prefill.pair_us * pairs_timed(largest, 96) <= plan.prefill.graph_us[largest] * (1 + 1e-9)
     for costs in (decode, prefill):
         assert {requests for requests, _ in costs.beyond_us} == {1, 4}
         assert costs.host_us > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from formats.measurements import Costs, SizeTiming, Timing
@@ -111,3 +113,26 @@ def test_an_eager_phase_has_eager_times() -> None:
         times_of_phase(eager, bounds)
     times = times_of_phase(replace(eager, other_sizes=(SizeTiming(size=8, eager=timing(50)),)), bounds)
     assert (times.bucket[8], times.step_ps(5, 1, 0)) == (0, 50_000_000)
+
+
+@given(
+    graph_us=st.dictionaries(st.integers(1, 12), st.floats(1, 50), min_size=1),
+    rows=st.dictionaries(st.integers(1, 12), st.floats(0, 500)),
+    phase=st.sampled_from(Phase),
+    slope=st.floats(0, 100),
+)
+def test_padding_never_makes_a_step_quicker_than_the_quickest(
+    graph_us: dict[int, float], rows: dict[int, float], phase: Phase, slope: float
+) -> None:
+    costs = Costs(context=8, cached_us=((1, slope), (9, slope / 9)), rows_us=tuple(sorted(rows.items())), pair_us=slope)
+    found = rows_us(phase, costs, 12, 9, graph_us)
+    for size in range(1, 13):
+        for bucket in range(size, 13):
+            padded = interpolate(graph_us, bucket) - found[bucket] + found[size]
+            assert padded >= min(graph_us.values()) - 1e-6
+
+
+def test_what_rows_add_stays_where_it_leaves_more_than_the_quickest() -> None:
+    costs = Costs(context=4, cached_us=((1, 1.0),), rows_us=((1, 4.0), (4, 10.0)))
+    assert rows_us(Phase.DECODE, costs, 4, 32, {1: 40.0, 4: 46.0}) == [0, 4, 6, 8, 10]
+    assert rows_us(Phase.DECODE, costs, 4, 32, {1: 40.0, 4: 43.0}) == [0, 4, 5, 6, 7]
