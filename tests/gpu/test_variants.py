@@ -12,6 +12,7 @@ from gplan.core import Phase, Request, SamplingParams
 from gplan.errors import UnsupportedError
 from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
+from gplan.graphs.runner import BY_TOKEN
 from gplan.graphs.synthetic import BatchMaker
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.gpu.operators import CUDA
@@ -105,11 +106,11 @@ def test_advanced_lists_are_those_of_the_next_step(special: Executor) -> None:
         one, other = batches.decode_run(5, context, 2)
         if (context + 1) % attention.advance_tokens == 0:
             continue
-        runner._load(one, size, attention, slots=0)
+        runner._load(one, size, attention, by=BY_TOKEN)
         views = [special.parts.buffers.view(name, size) for name in ("rows", "positions", "kv_slots")]
         attention.advance(*views)
         advanced = [sorted_items(attention), *(view.clone() for view in views)]
-        runner._load(other, size, attention, slots=0)
+        runner._load(other, size, attention, by=BY_TOKEN)
         expected = [sorted_items(attention), *(view.clone() for view in views)]
         assert all(torch.equal(a, b) for a, b in zip(advanced, expected, strict=True)), context
 
