@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from cli.drawing import draw_ladder
+from cli.drawing import drawn
 from cli.text import columns, count, quantity, section, short
 from cli.views import PlanView
 from formats.measurements import Costs, Timing
@@ -108,7 +108,7 @@ def _phase(plan: Plan, phase: PhasePlan, unit: str) -> Iterator[str]:
     steps = plan.workload.decode_steps if phase.phase == "decode" else plan.workload.prefill_steps
     if steps:
         yield ""
-        yield from _drawing(phase, steps, unit)
+        yield from drawn(steps, [bucket.size for bucket in phase.base_ladder], phase.max_size, unit)
 
 
 def _predictions(phase: PhasePlan, unit: str) -> Iterator[str]:
@@ -174,14 +174,6 @@ def _bucket(bucket: Bucket) -> tuple[str, ...]:
 
 def _timing(timing: Timing) -> tuple[str, str]:
     return short(timing.median_us), short(timing.spread_us)
-
-
-def _drawing(phase: PhasePlan, steps: tuple[tuple[int, int], ...], unit: str) -> Iterator[str]:
-    bars, marks, labels = draw_ladder(steps, [bucket.size for bucket in phase.base_ladder], phase.max_size)
-    yield f"steps    {bars}"
-    if phase.ladder:
-        yield f"buckets  {marks}"
-        yield f"{unit:8} {labels}"
 
 
 def _memory(view: PlanView) -> Iterator[str]:

@@ -128,7 +128,8 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
         say_next(*(("gplan", "diff", old, output) if is_new else ("gplan", "show", output)))
         return
     say_next("gplan", "show", output)
-    say_next("gplan", "serve", output, *_checkpoint_flag(checkpoint or ""))
+    # What has no tokenizer cannot be served.
+    say_next("gplan", "serve" if made.model.tokenizer_digest else "verify", output, *_checkpoint_flag(checkpoint or ""))
 
 
 def _measure(checkpoint: str | None, flags: Mapping[str, Any]) -> Plan:

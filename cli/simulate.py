@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 import msgspec
 
-from cli.drawing import draw_ladder
+from cli.drawing import drawn
 from cli.failure import say
 from cli.parameters import check_finite, checkpoint_of, plan_argument
 from cli.plotting import plot_option, write_plot
@@ -164,8 +164,4 @@ def _phase(report: PhaseReport, plan: PhasePlan, unit: str) -> Iterator[str]:
         f"{count(report.replayed, 'step')} replayed, {report.eager:,} eager, {short(report.busy_ms)} ms; "
         f"padding {count(report.padding_rows, 'row')}, {short(report.padding_ms)} ms"
     )
-    if report.steps:
-        bars, marks, labels = draw_ladder(report.steps, [bucket.size for bucket in plan.base_ladder], plan.max_size)
-        yield f"steps    {bars}"
-        yield f"buckets  {marks}"
-        yield f"{unit:8} {labels}"
+    yield from drawn(report.steps, [bucket.size for bucket in plan.base_ladder], plan.max_size, unit)

@@ -80,6 +80,9 @@ class _Conversation(msgspec.Struct, frozen=True):
     conversations: list[_Turn]
 
 
+_MOONCAKE_FIELDS = {"input_length", "output_length", "hash_ids"}
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _header_decoder = msgspec.json.Decoder(TraceHeader)
 _request_decoder = msgspec.json.Decoder(TraceRequest)
 _mooncake_decoder = msgspec.json.Decoder(_MooncakeRow)
@@ -119,20 +122,13 @@ def decode_trace(data: bytes, name: str, count_tokens: CountTokens | None = None
 
 def _read_json_lines(data: bytes, name: str) -> Trace:
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
-    first = _json_keys(lines[0][1])
+    (first,) = _located(lines[:1], name, lambda line: _decode(_fields_decoder, line))
     if "gplan_trace" in first:
         return _read_own(lines, name)
-    if "input_length" in first:
+    if first.keys() & _MOONCAKE_FIELDS:
         rows = _located(lines, name, lambda line: _mooncake_row(_decode(_mooncake_decoder, line)))
         return _arranged(rows, name, MOONCAKE_BLOCK_TOKENS)
     raise NotATraceError(f"{name}: its first line is of no known trace format", _HINT)
-
-
-def _json_keys(line: bytes) -> frozenset[str]:
-    try:
-        return frozenset(msgspec.json.decode(line, type=dict[str, msgspec.Raw]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return frozenset()
 
 
 def _read_own(lines: list[tuple[int, bytes]], name: str) -> Trace:

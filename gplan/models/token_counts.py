@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from gplan.errors import GplanError
+from gplan.models.checkpoint import locate_checkpoint
+from gplan.models.text_files import VOCABULARIES
+
+_HINT = "Name a checkpoint with a tokenizer, or a workload that says how many tokens its requests have."
 
 
 def token_counter(checkpoint: str) -> Callable[[str], int]:
-    """Counts tokens. The tokenizer is read at the first call.
+    """Counts tokens. The tokenizer is read at the first call; a folder that holds nothing else will do.
 
     Raises (by the call, not here):
-        GplanError: the checkpoint has no tokenizer that can be read.
+        GplanError: there is no such checkpoint, or it has no tokenizer that can be read.
     """
 
     def count(text: str) -> int:
@@ -26,10 +31,15 @@ def token_counter(checkpoint: str) -> Callable[[str], int]:
 def _tokenizer(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        folder = locate_checkpoint(checkpoint)
+    if not any((folder / name).exists() for name in VOCABULARIES):
+        raise GplanError(f"the workload holds texts, and {checkpoint} has no tokenizer", _HINT)
     try:
-        return AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # of a broken file, the tokenizers library raises nothing more exact
+        kind, why = type(error).__name__, str(error).strip().partition("\n")[0]
         raise GplanError(
-            f"the workload holds texts, and the tokenizer of {checkpoint} cannot be read: {error}",
-            "Name a checkpoint with a tokenizer, or a workload that says how many tokens its requests have.",
+            f"the workload holds texts, and the tokenizer of {checkpoint} cannot be read: {kind}: {why}", _HINT
         ) from error

@@ -141,6 +141,12 @@ def test_bars_and_marks_share_an_axis(max_size: int) -> None:
     assert labels.split()[-1] == str(max_size)
 
 
+def test_without_buckets_the_axis_has_its_ends() -> None:
+    assert draw_ladder([(1, 1), (9, 1)], [], 9) == ("█       █", "", "1       9")
+    eager = page(decode_backend="eager")
+    assert re.search(r"requests +1 +8\n", eager)
+
+
 def test_a_bar_is_as_high_as_its_share_and_never_lost() -> None:
     bars, _, _ = draw_ladder([(1, 1), (2, 1000), (3, 500)], [4], 4)
     assert bars == "▁█▄"

@@ -205,6 +205,22 @@ def test_a_malformed_row_is_named(
     assert caught.value.path == field
 
 
+@pytest.mark.parametrize(
+    ("first", "field"),
+    [
+        ("{", "row"),
+        ('{"timestamp": 1, "input_length": 10,', "row"),
+        ('{"timestamp": NaN, "input_length": 10, "output_length": 1}', "row"),
+        ('{"timestamp": 1, "output_length": 1}', "input_length"),
+        ('{"gplan_trace": 1, "concurrency"', "row"),
+    ],
+)
+def test_a_malformed_first_row_is_named_as_any(first: str, field: str) -> None:
+    with pytest.raises(BadTraceRowError, match=rf"^trace:2: {field}: is ") as caught:
+        decode_trace(f"\n{first}\n{MOONCAKE}".encode(), "trace")
+    assert caught.value.path == field
+
+
 def test_bytes_that_are_not_text_name_their_line() -> None:
     with pytest.raises(BadTraceRowError, match=r"^trace:3: row: is not UTF-8 text"):
         decode_trace(AZURE.encode().replace(b"396", b"\xff"), "trace")
@@ -240,7 +256,6 @@ def test_a_malformed_conversation_is_named(text: str, path: str) -> None:
         OWN.splitlines()[0],
         BURSTGPT.replace(",18,", ",0,").replace(",276,", ",0,"),
         '{"a":1}',
-        "{",
         '{"gplan_trace":2}',
         "[]",
         "[",
