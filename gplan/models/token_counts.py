@@ -10,6 +10,7 @@ from typing import Any
 from gplan.errors import GplanError
 from gplan.models.checkpoint import locate_checkpoint
 from gplan.models.text_files import VOCABULARIES
+from gplan.models.tokenizer_files import read_tokenizer
 
 _HINT = "Name a checkpoint with a tokenizer, or a workload that says how many tokens its requests have."
 
@@ -29,17 +30,12 @@ def token_counter(checkpoint: str) -> Callable[[str], int]:
 
 @cache
 def _tokenizer(checkpoint: str) -> Any:
-    from transformers import AutoTokenizer
-
     folder = Path(checkpoint)
     if not folder.is_dir():
         folder = locate_checkpoint(checkpoint)
     if not any((folder / name).exists() for name in VOCABULARIES):
         raise GplanError(f"the workload holds texts, and {checkpoint} has no tokenizer", _HINT)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of a broken file, the tokenizers library raises nothing more exact
-        kind, why = type(error).__name__, str(error).strip().partition("\n")[0]
-        raise GplanError(
-            f"the workload holds texts, and the tokenizer of {checkpoint} cannot be read: {kind}: {why}", _HINT
-        ) from error
+        return read_tokenizer(str(folder))
+    except GplanError as error:
+        raise GplanError(f"the workload holds texts, and {error.message}", _HINT) from error

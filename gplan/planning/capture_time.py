@@ -9,6 +9,9 @@ from gplan.core import Phase
 from gplan.errors import GplanError
 from gplan.planning.search import ALMOST
 
+MOST_SAID = 8
+"""Sizes that an error names."""
+
 
 def capture_limits(
     budget_s: float | None, candidates: Mapping[Phase, Sequence[Bucket]], fixed: Mapping[Phase, Sequence[Bucket]]
@@ -51,4 +54,5 @@ def _capture_ms(buckets: Sequence[Bucket]) -> float:
 
 def _said(phase: Phase, buckets: Sequence[Bucket]) -> str:
     sizes = sorted({bucket.size for bucket in buckets})
-    return f"{phase} at {', '.join(map(str, sizes))}" if sizes else ""
+    few = ", ".join(map(str, sizes)) if len(sizes) <= MOST_SAID else f"{len(sizes)} sizes up to {sizes[-1]}"
+    return f"{phase} at {few}" if sizes else ""

@@ -46,16 +46,9 @@ class ServedTokenizer:
     """
 
     def __init__(self, folder: str) -> None:
-        from transformers import AutoTokenizer
+        from gplan.models.tokenizer_files import read_tokenizer
 
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # of a broken file, the tokenizers library raises nothing more exact
-            why = str(error).strip().partition("\n")[0]
-            raise GplanError(
-                f"{folder}: no usable tokenizer: {type(error).__name__}: {why}",
-                "Put tokenizer.json and tokenizer_config.json beside it.",
-            ) from error
+        self._tokenizer = read_tokenizer(folder)
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise GplanError(f"{folder}: the tokenizer has no tokenizer.json", "Convert it with transformers.")
