@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from formats.plan import Limits, ProductChoice
+from formats.plan import Limits, ProductChoice, is_base
 from gplan.core import ShapeKey
 from gplan.errors import CaptureError
 from gplan.graphs.admission import PhaseSetup
@@ -229,7 +229,7 @@ def capture_all(executor: Executor, progress: Progress) -> tuple[Captured, ...]:
 
 def _compile(executor: Executor, keys: list[ShapeKey], progress: Progress) -> dict[ShapeKey, float]:
     """Has forwards compiled whose keys want it, or takes them from an earlier start's cache; milliseconds of each."""
-    wanting = [key for key in keys if executor.runner(key.phase).is_compiled(key)]
+    wanting = bases_first(key for key in keys if executor.runner(key.phase).is_compiled(key))
     spent = {}
     for index, key in enumerate(wanting):
         progress("compile", index, len(wanting))
@@ -239,6 +239,12 @@ def _compile(executor: Executor, keys: list[ShapeKey], progress: Progress) -> di
     if wanting:
         progress("compile", len(wanting), len(wanting))
     return spent
+
+
+def bases_first(keys: Iterable[ShapeKey]) -> list[ShapeKey]:
+    """Keys in the order they are compiled in: a bucket's variants run the forward that was compiled for its base, so
+    that what compiling took is the base's."""
+    return sorted(keys, key=lambda key: not is_base(key.variant))
 
 
 def _warm_up(executor: Executor, keys: list[ShapeKey], progress: Progress) -> None:

@@ -5,19 +5,15 @@ model's layers are alike, so few are compiled. What comes out is a row of calls 
 Dynamo and its guards: addresses are fixed. To whatever records it, a piece is one operator. Graphs are ours: the
 compiler makes none.
 
-Compiled code is kept in a folder (`cache_folder`), from which a later start takes it.
+Compiled code is kept in a folder (`compiler.cache_folder`), from which a later start takes it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import shutil
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,6 +22,7 @@ from torch import Tensor, fx
 
 from gplan.errors import CaptureError
 from gplan.graphs.capture.breakable import graph_break
+from gplan.graphs.compiler import compiling
 from gplan.kernels.base import Attention, Kernels
 from gplan.kernels.custom_ops import define_operator
 from gplan.models.base import ForwardInputs, Model
@@ -40,19 +37,6 @@ _called: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """What operators find their attention and their piece by: an operator's arguments are tensors and numbers."""
 
 
-def cache_folder() -> Path:
-    """Where compiled code is kept: TORCHINDUCTOR_CACHE_DIR, or a folder of our own in the user's cache."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gplan" / "compiled"
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own)
-
-
-def has_compiler(device: str) -> bool:
-    """Whether there is what Inductor compiles with: Triton for a GPU, a C++ compiler for a CPU."""
-    if device == "cuda":
-        return importlib.util.find_spec("triton") is not None
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++"))
-
-
 class CompiledForward:
     """A model's forward over static buffers, compiled at its first call, which must not be recorded."""
 
@@ -63,7 +47,8 @@ class CompiledForward:
 
     def __call__(self) -> None:
         if not self._calls:
-            self._calls = tuple(self._compile())
+            with compiling():
+                self._calls = tuple(self._compile())
         for call in self._calls:
             call()
 
@@ -118,7 +103,6 @@ def _traced(forward: Callable[[], None]) -> tuple[fx.GraphModule, list[Tensor]]:
         found.append((graph, list(operands)))
         return graph.forward
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder()))
     with torch.no_grad():
         torch.compile(forward, backend=keep, fullgraph=True, dynamic=False)()
     torch._dynamo.reset()  # its guards hold the tensors, and are not asked any more

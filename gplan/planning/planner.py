@@ -15,6 +15,7 @@ import msgspec
 
 from formats.plan import Limits, PhasePlan, Plan, Rejection
 from gplan.core import Phase
+from gplan.graphs.compiler import require_cache
 from gplan.graphs.machine import read_fingerprint
 from gplan.kernels import kernels_class
 from gplan.models.token_counts import token_counter
@@ -67,6 +68,8 @@ def make_plan(
         VerificationError: a captured graph did not equal eager execution.
     """
     resolved = resolve(options)
+    if options.try_compile or resolved.prefill_backend == "piecewise":
+        require_cache()
     choices = Choices(resolved.choices)
     traffic = None
     if options.workload is not None:

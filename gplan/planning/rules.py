@@ -13,6 +13,7 @@ from typing import Literal
 from formats.plan import DRAW_VARIANTS, BackendName, Rejection
 from gplan.core import Phase
 from gplan.errors import UnsupportedError
+from gplan.graphs.compiler import NO_COMPILER
 
 KernelsName = Literal["reference", "flashinfer"]
 
@@ -83,7 +84,7 @@ RULES: tuple[Rule, ...] = (
         (Phase.DECODE, Phase.PREFILL),
         ("piecewise",),
         lambda facts: not facts.has_compiler,
-        "there is nothing here to compile with: a CPU needs g++ or clang++, a GPU Triton",
+        NO_COMPILER,
     ),
     Rule(
         "metadata-decided-on-the-host",

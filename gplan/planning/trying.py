@@ -6,7 +6,7 @@ from formats.plan import DRAW_VARIANTS
 from gplan.core import Phase
 from gplan.errors import UnsupportedError
 from gplan.graphs.admission import PhaseSetup
-from gplan.graphs.compiling import has_compiler
+from gplan.graphs.compiler import has_compiler
 from gplan.graphs.variants import COMPILED, FULL
 from gplan.planning.bench import Bench
 from gplan.planning.choices import Choices

@@ -114,12 +114,16 @@ def found(variant: str, savings: Sequence[Saving], what: str) -> Pairs:
     """The pairs of one variant that save enough, each at its own size.
 
     Args:
-        what: what was timed.
+        what: what was timed. The reason has the best figures of those that save enough, or of all where none does.
     """
     kept = {(saving.size, variant): saving.saved_us for saving in savings if saving.is_worth_it}
-    best = max(savings, key=lambda saving: saving.part)
-    rule = f"at least {MIN_SAVING:.0%}, and more than the times spread, is asked for"
-    return Pairs(kept, {variant: f"{what} takes {best.sentence}; {rule}"})
+    best = max(savings, key=lambda saving: (saving.is_worth_it, saving.part))
+    rule = f"at least {MIN_SAVING:.0%}, and more than the times spread ({best.noise:.1%}), is asked for"
+    reason = f"{what} takes {best.sentence}; {rule}"
+    short = [saving.size for saving in savings if not saving.is_worth_it]
+    if kept and short:
+        reason += f"; not at {_list(short)}: it saves less than that there"
+    return Pairs(kept, {variant: reason})
 
 
 def together(*pairs: Pairs) -> Pairs:

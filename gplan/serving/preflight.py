@@ -10,7 +10,9 @@ import torch
 from formats.drift import ACCEPTABLE, Drift, diff_plan, refusals
 from formats.plan import Fingerprint, Plan
 from gplan.errors import DriftError
+from gplan.graphs.compiler import require_compiler
 from gplan.graphs.machine import read_fingerprint
+from gplan.graphs.variants import COMPILED
 from gplan.kernels import kernels_class
 from gplan.models import ModelSpec, read_headers, read_spec
 
@@ -54,7 +56,7 @@ def inspect(plan: Plan, checkpoint: str, accept: Collection[str] = ()) -> Prefli
     """Compares a plan with a checkpoint and with this machine; loads no weights.
 
     Raises:
-        GplanError: the checkpoint cannot be read.
+        GplanError: the checkpoint cannot be read, or what the plan wants compiled cannot be here.
         UnknownFieldError: a name in `accept` that cannot be accepted.
     """
     headers = read_headers(checkpoint, hash_contents=bool(plan.model.content_digest))
@@ -62,8 +64,16 @@ def inspect(plan: Plan, checkpoint: str, accept: Collection[str] = ()) -> Prefli
     fingerprint = _fingerprint_here(plan, spec)
     drifts = diff_plan(plan, headers.identity(spec), fingerprint)
     refused = refusals(drifts, accept)
+    if not refused and _compiles(plan):
+        require_compiler(torch.device(plan.fingerprint.device).type)
     accepted = tuple(drift for drift in refusals(drifts) if drift not in refused)
     return Preflight(spec, drifts, refused, accepted)
+
+
+def _compiles(plan: Plan) -> bool:
+    """Whether serving the plan has forwards compiled."""
+    buckets = (*plan.decode.ladder, *plan.prefill.ladder)
+    return plan.prefill.backend == "piecewise" or any(COMPILED in bucket.variant.split("+") for bucket in buckets)
 
 
 def _fingerprint_here(plan: Plan, spec: ModelSpec) -> Fingerprint:

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from gplan.core import Phase
 from gplan.errors import CaptureError
-from gplan.graphs import compiling
-from gplan.graphs.compiling import CompiledForward, has_compiler
+from gplan.graphs.compiler import cache_folder, has_compiler
+from gplan.graphs.compiling import CompiledForward
 from gplan.graphs.executor import Executor
 from gplan.graphs.receipts import check_key, compositions
 from gplan.graphs.synthetic import BatchMaker
@@ -92,7 +92,7 @@ def test_keys_and_values_are_written_where_they_lie(executor: Executor) -> None:
 
 
 def test_compiled_code_is_kept_where_the_folder_says(executor: Executor) -> None:
-    assert list(compiling.cache_folder().rglob("*.so"))
+    assert list(cache_folder().rglob("*.so"))
 
 
 def test_a_tensor_that_crosses_attention_is_refused(executor: Executor) -> None:

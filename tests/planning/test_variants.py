@@ -56,6 +56,20 @@ def test_the_reason_has_the_figures_either_way() -> None:
     assert some.saved_us == {(1, "greedy"): 10}
 
 
+def test_the_reason_tells_why_a_saving_is_not_enough() -> None:
+    """A larger saving whose times spread by more than it, and sizes that are left out beside others that are kept."""
+    none = found("greedy", [saving(1000, 920, spread=100)], "a served step")
+    assert none.reasons["greedy"].endswith(
+        "8.0% less than 1.00, at 1; at least 3%, and more than the times spread (10.0%), is asked for"
+    )
+    savings = [saving(1000, 950), saving(1000, 920, spread=100, size=2), saving(1000, 990, size=4)]
+    some = found("greedy", savings, "a served step")
+    assert some.reasons["greedy"].endswith(
+        "5.0% less than 1.00, at 1; at least 3%, and more than the times spread (0.0%), is asked for; "
+        "not at 2, 4: it saves less than that there"
+    )
+
+
 CANDIDATES = st.lists(
     st.builds(
         Candidate,
