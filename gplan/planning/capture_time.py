@@ -38,7 +38,7 @@ def capture_limits(
         raise GplanError(
             f"what has to be captured, {' and '.join(filter(None, what))}, takes {least_ms:,.1f} ms; there are "
             f"{budget_ms:,.1f} ms of the budget",
-            "Raise --startup-budget, or run a phase eagerly.",
+            "Raise --startup-budget, have nothing compiled, or run a phase eagerly.",
         )
     rest_ms = max(0.0, budget_ms - least_ms)
     more = {phase: _capture_ms(buckets[:-1]) for phase, buckets in candidates.items()}
