@@ -114,7 +114,7 @@ def _number(value: float, path: list[str | int]) -> Iterator[Problem]:
         yield path_text(path), f"{value} is not a finite number"
     elif value < 0 and path[-1] not in _MAY_BE_NEGATIVE:
         yield path_text(path), f"{value} is negative"
-    elif isinstance(value, int) and value > _LARGEST:
+    elif value > _LARGEST:
         yield path_text(path), "is larger than 64 bits hold"
 
 

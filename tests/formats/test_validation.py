@@ -222,6 +222,7 @@ CASES: dict[str, tuple[Change, str, str]] = {
     "NaN": (put("decode.ladder[0].graph.spread_us", float("nan")), "decode.ladder[0].graph.spread_us", "nan is not"),
     "infinite": (put("decode.padding_cap", float("inf")), "decode.padding_cap", "inf is not a finite number"),
     "beyond 64 bits": (put("num_kv_pages", 1 << 63), "num_kv_pages", "larger than 64 bits"),
+    "a time beyond them": (put("decode.costs.pair_us", 1e300), "decode.costs.pair_us", "larger than 64 bits"),
     "absolute source": (put("model.source", "/data/model"), "model.source", "absolute path"),
     "source in a home": (put("model.source", "~/model"), "model.source", "absolute path"),
     "source in another's home": (put("model.source", "~me/model"), "model.source", "absolute path"),
