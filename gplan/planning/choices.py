@@ -25,6 +25,11 @@ class Choices:
     def measured(self, field: str, value: object, reason: str) -> None:
         self._entries.append(Choice(field=field, value=str(value), basis="measured", reason=reason))
 
+    def revise(self, field: str, value: object, reason: str) -> None:
+        """Measured again, or decided otherwise on what was measured: takes the place of what was said of a field."""
+        self._entries = [entry for entry in self._entries if entry.field != field]
+        self.measured(field, value, reason)
+
     @property
     def entries(self) -> tuple[Choice, ...]:
         return tuple(self._entries)

@@ -47,6 +47,7 @@ from gplan.planning.traffic import (
     steps_of,
     workload_of,
 )
+from gplan.planning.uncompiled import uncompiled
 from gplan.planning.variants import (
     Candidate,
     Pairs,
@@ -75,6 +76,12 @@ def solve_ladders(
         VerificationError: a captured graph did not equal eager execution.
     """
     measured = measure(bench, decisions, is_final=lambda measured: False)
+    if budget_s is not None:
+        keeps = bench.resolved.prefill_backend is not None
+        slots = bench.resolved.prefill_slots
+        slower = uncompiled(decisions, measured.buckets, budget_s, choices, slots=slots, keeps_prefill=keeps)
+        if slower is not None:
+            decisions, measured = slower, measure(bench, slower, is_final=lambda measured: False)
     figures = {phase: figures_of(bench, decision, measured) for phase, decision in decisions.items()}
     run = _Run(bench, traffic, budget(bench, measured).num_kv_pages)
     report = run.seen(figures)
