@@ -9,7 +9,7 @@ from cli.parameters import plan_argument
 from cli.text import count
 from cli.views import echo_json
 from formats.container import read_plan
-from formats.plan import Bucket, PhasePlan, Plan, bucket_key, is_base
+from formats.plan import DRAW_VARIANTS, Bucket, PhasePlan, Plan, bucket_key, is_base
 from formats.plan_id import plan_id
 from gplan.core import Phase
 from gplan.errors import GplanError
@@ -151,7 +151,8 @@ def _page(view: Explanation) -> list[str]:
         lines.append(f"  is replayed from {view.key}, {count(view.padding_rows, 'row')} of padding")
         lines.append(f"  expected to take {view.step_us:.0f} µs, {view.padding_us:.0f} µs of it for padding")
         for variant in view.variants:
-            time = "" if variant.step_us is None else f", {variant.step_us:.0f} µs"
+            drawn = ", drawing included" if variant.key.endswith(DRAW_VARIANTS) else ""
+            time = "" if variant.step_us is None else f", {variant.step_us:.0f} µs{drawn}"
             lines.append(f"  a batch {variant.takes}: {variant.key}{time}")
     else:
         lines.append(f"  runs eagerly: {view.reason}")

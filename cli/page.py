@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from cli.drawing import drawn
 from cli.text import columns, count, quantity, section, short
-from cli.views import PlanView
+from cli.views import NOISY, PlanView, spread_of
 from formats.measurements import Costs, Timing
 from formats.plan import Bucket, Fingerprint, PhasePlan, Plan, ProductChoice
 from gplan.units import format_size
@@ -19,7 +19,7 @@ def plan_page(view: PlanView, why: bool = False) -> str:
     lines = [
         *section("plan", [view.plan_id]),
         *section("model", _model(plan)),
-        *section("machine", _machine(plan.fingerprint)),
+        *section("machine", [*_machine(plan.fingerprint), *_noise(plan)]),
         *section("limits", _limits(plan)),
         "",
         *section("decode", _phase(plan, plan.decode, "requests")),
@@ -73,6 +73,12 @@ def _machine(found: Fingerprint) -> Iterator[str]:
         ("python", found.python),
     )
     yield ", ".join([*(f"{name} {version}" for name, version in named if version), found.os])
+
+
+def _noise(plan: Plan) -> Iterator[str]:
+    spread = spread_of(plan)
+    if spread > NOISY:
+        yield f"times spread by {spread:.0%}: something else kept it busy; what was decided on them may be wrong"
 
 
 def _limits(plan: Plan) -> Iterator[str]:
@@ -133,7 +139,7 @@ def _costs(costs: Costs, max_len: int) -> Iterator[str]:
         yield f"{count(cached, 'cached token')} more for a request that decodes: {slopes}{timed}"
     if len(costs.rows_us) > 1:
         (few, least), (many, most) = costs.rows_us[0], costs.rows_us[-1]
-        yield f"{count(many - few, 'row')} of padding: {short(most - least)} µs less than as many requests"
+        yield f"a step of {count(few, 'request')} replayed for {many}: {short(most - least)} µs less than one of {many}"
     if costs.pair_us:
         more = f"{short(costs.pair_us * half * half)} µs more than alone"
         yield f"{count(half, 'token')} of a prompt after {half:,} others: {more}"

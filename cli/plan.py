@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from cli.parameters import check_finite, check_size, read_buckets, read_variants
 from cli.progress import show_progress
 from cli.text import count
 from cli.tokenizers import has_tokenizer, tokenizer_problem
-from cli.views import PlanView, view_plan
-from formats.container import read_plan, write_plan
+from cli.views import NOISY, PlanView, spread_of, view_plan
+from formats.container import MAGIC, read_plan, write_plan
 from formats.errors import FileAccessError
 from formats.files import check_writable
 from formats.plan import PhasePlan, Plan
@@ -28,9 +28,6 @@ from gplan.units import format_size
 BACKENDS = click.Choice(["full", "breakable", "eager"])
 PREFILL_BACKENDS = click.Choice(["full", "breakable", "piecewise", "eager"])
 AT_LEAST_ONE = click.IntRange(min=1)
-
-NOISY = 0.2
-"""Of times that spread by more than this part, a user is told."""
 
 
 @click.command(short_help="Measures a checkpoint on this machine and writes the plan.")
@@ -120,7 +117,7 @@ def plan(checkpoint: str | None, output: str, old: str | None, **flags: Any) -> 
     write_plan(made, output)
     view = view_plan(made)
     say(_summary(view))
-    if old is None and (spread := _spread(made)) > NOISY:
+    if old is None and (spread := spread_of(made)) > NOISY:
         say(f"times spread by {spread:.0%}: something else keeps this machine busy; plan again when it is quiet")
     click.echo(f"{view.plan_id}  {output}")
     if old is not None:
@@ -160,13 +157,6 @@ def _solve_again(old: str, checkpoint: str | None, flags: Mapping[str, Any]) -> 
     return replan(plan, PlanOptions(checkpoint=checkpoint or plan.model.source, **flags))
 
 
-def _spread(made: Plan) -> float:
-    """The middle of the buckets' spreads, as a part of their times."""
-    buckets = (*made.decode.ladder, *made.prefill.ladder)
-    spreads = [bucket.graph.spread_us / bucket.graph.median_us for bucket in buckets if bucket.graph is not None]
-    return statistics.median(spreads) if spreads else 0.0
-
-
 def _check_output(output: Path) -> None:
     """Finds out before the measuring, not after it, that the plan could not be written."""
     if os.path.isdir(output):
@@ -175,10 +165,22 @@ def _check_output(output: Path) -> None:
         )
     if not os.path.isdir(output.parent):
         raise click.BadParameter(f"there is no folder {output.parent}. Make it, or name another.", param_hint="-o")
+    if _holds_something_else(output):
+        raise click.BadParameter(
+            f"{output} is there, and is no plan. Remove it, or name another file.", param_hint="-o"
+        )
     try:
         check_writable(output)
     except FileAccessError as error:
         raise click.BadParameter(f"{error.message}. {error.hint}", param_hint="-o") from error
+
+
+def _holds_something_else(output: Path) -> bool:
+    if not os.path.isfile(output):
+        return False
+    with suppress(OSError), open(output, "rb") as file:
+        return file.read(len(MAGIC)) not in (b"", MAGIC)
+    return False
 
 
 def _summary(view: PlanView) -> str:

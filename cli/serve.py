@@ -11,6 +11,7 @@ import click
 from cli.failure import say, say_next
 from cli.parameters import checkpoint_of, plan_argument
 from cli.progress import show_progress
+from cli.text import count
 from formats.container import read_plan
 from formats.plan_id import plan_id
 
@@ -109,4 +110,9 @@ def serve(
             click.echo(f"{url}/v1")
             say_next("curl", f"{url}/v1/models")
 
-        return serve_plan(read, options, progress, on_ready)
+        return serve_plan(read, options, progress, on_ready, _on_stop)
+
+
+def _on_stop(num_open: int) -> None:
+    if num_open:
+        say(f"finishing {count(num_open, 'answer')}; told again, the server ends at once")

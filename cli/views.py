@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
+
 import click
 import msgspec
 
 from formats.plan import Plan
 from formats.plan_id import plan_id
+
+NOISY = 0.2
+"""Of times that spread by more than this part, a user is told."""
 
 
 class PlanView(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,13 @@ def view_plan(plan: Plan) -> PlanView:
 
 def full_requests(plan: Plan) -> int:
     return (plan.num_kv_pages - 1) // -(-plan.limits.max_len // plan.limits.page_size)
+
+
+def spread_of(plan: Plan) -> float:
+    """The middle of the buckets' spreads, as a part of their times."""
+    buckets = (*plan.decode.ladder, *plan.prefill.ladder)
+    spreads = [bucket.graph.spread_us / bucket.graph.median_us for bucket in buckets if bucket.graph is not None]
+    return statistics.median(spreads) if spreads else 0.0
 
 
 def echo_json(view: msgspec.Struct) -> None:

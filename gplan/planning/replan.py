@@ -122,7 +122,7 @@ def _refuse_what_needs_measuring(old: Plan, options: PlanOptions) -> None:
     for name, (value, planned) in asked.items():
         if value is not None and value != planned:
             raise GplanError(
-                f"{name} with --from: the plan was measured with {_said(planned)}; {_said(value)} has to be measured",
+                f"{name} with --from: the plan was measured with {_said(planned)}; {_said(value)} would have to be",
                 "Leave it out, or plan from the checkpoint on its machine: gplan plan CHECKPOINT -o FILE",
             )
 

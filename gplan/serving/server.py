@@ -56,34 +56,50 @@ class ServeOptions:
     request_timeout_s: float = 600.0
 
 
-def serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
+def serve(
+    plan: Plan,
+    options: ServeOptions,
+    progress: Progress,
+    on_ready: Callable[[Ready, str], None],
+    on_stop: Callable[[int], None] = lambda num_open: None,
+) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends at once.
 
     Args:
         on_ready: called with what the engine took and the server's address when requests are answered.
+        on_stop: called when told to stop, with the number of answers that are still to be finished.
 
     Returns:
         The exit code: 0 after a drain.
 
     Raises:
         GplanError: it could not be made ready, or the engine died; nothing is left running.
+        KeyboardInterrupt: SIGINT before it was ready.
     """
-    return asyncio.run(_serve(plan, options, progress, on_ready))
+    return asyncio.run(_serve(plan, options, progress, on_ready, on_stop))
 
 
-async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready: Callable[[Ready, str], None]) -> int:
+async def _serve(
+    plan: Plan,
+    options: ServeOptions,
+    progress: Progress,
+    on_ready: Callable[[Ready, str], None],
+    on_stop: Callable[[int], None],
+) -> int:
     _allow_many_connections()
     # Before anything slow, so that a port that is taken is known at once; connections are refused until ready.
     listener = _bind(options.host, options.port)
     metrics = Metrics(plan, path=options.plan_path, debug_graphs=options.debug.graphs)
     client = EngineClient(metrics)
-    stopping = asyncio.Event()
-    _on_signals(stopping)
+    stopping = _Stopping()
+    stopping.listen()
     try:
         starting = client.start(encode(plan), options.checkpoint, options.accept_drift, progress, options.debug)
         loading = _in_daemon(lambda: _load_tokenizer(options.checkpoint))
         started = await _or_stopped(asyncio.gather(starting, loading), stopping)
         if started is None:
+            if stopping.told_by is signal.SIGINT:
+                raise KeyboardInterrupt
             return 0
         ready, (tokenizer, eos) = started
         metrics.on_ledger(ready.ledger, ())
@@ -100,14 +116,18 @@ async def _serve(plan: Plan, options: ServeOptions, progress: Progress, on_ready
             debug=options.debug,
             request_timeout_s=options.request_timeout_s,
         )
-        return await _answer(service, listener, stopping, on_ready)
+        return await _answer(service, listener, stopping, on_ready, on_stop)
     finally:
         client.close()
         listener.close()
 
 
 async def _answer(
-    service: Service, listener: socket.socket, stopping: asyncio.Event, on_ready: Callable[[Ready, str], None]
+    service: Service,
+    listener: socket.socket,
+    stopping: asyncio.Event,
+    on_ready: Callable[[Ready, str], None],
+    on_stop: Callable[[int], None],
 ) -> int:
     server = _Server(
         uvicorn.Config(
@@ -137,6 +157,7 @@ async def _answer(
         # Health is red before the end, so that whatever watches it sees why.
         await asyncio.sleep(RED_S)
     else:
+        on_stop(service.seats.taken)
         # Still listening, so that health answers that the server is stopping.
         await service.seats.wait_until_empty(DRAIN_S)
     server.should_exit = True
@@ -196,17 +217,20 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def _on_signals(stopping: asyncio.Event) -> None:
-    """The first signal drains; after it, signals act as they do by default."""
-    loop = asyncio.get_running_loop()
+class _Stopping(asyncio.Event):
+    """Set by the first signal, which drains; after it, signals act as they do by default."""
 
-    def told() -> None:
-        stopping.set()
+    told_by: signal.Signals | None = None
+
+    def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+            asyncio.get_running_loop().add_signal_handler(number, self._told, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told)
+    def _told(self, told_by: signal.Signals) -> None:
+        self.told_by = told_by
+        self.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -97,3 +97,15 @@ def test_a_broken_tokenizer_is_found_before_anything_is_measured(checkpoint: Pat
     assert result.exit_code == 1
     assert "no usable tokenizer" in result.stderr
     assert "warm up" not in result.stderr
+
+
+def test_a_file_that_is_no_plan_is_not_written_over(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("precious")
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path / "nowhere"), "-o", str(notes)])
+    assert result.exit_code == 2
+    assert "is there, and is no plan" in result.stderr
+    assert notes.read_text() == "precious"
+    notes.write_text("")
+    result = CliRunner().invoke(cli, ["plan", str(tmp_path / "nowhere"), "-o", str(notes)])
+    assert "is no plan" not in result.stderr, "an empty file, as mktemp makes one, is no loss"

@@ -106,6 +106,7 @@ def test_sigterm_finishes_what_runs_and_takes_no_more(servers: Servers) -> None:
             text += chunk["choices"][0]["text"]
         assert chunk["choices"][0]["finish_reason"] == "length"
     assert live.process.wait(20) == 0, live.output
+    assert eventually(lambda: "finishing 1 answer; told again, the server ends at once" in live.output, 5)
     assert not is_running(engine)
 
 
@@ -206,11 +207,12 @@ def test_a_signal_while_starting_leaves_nothing_behind(plan_path: Path, number: 
     assert eventually(lambda: len(_children(live.process.pid)) == 1, 60)
     (engine,) = _children(live.process.pid)
     live.process.send_signal(number)
-    live.process.wait(20)
+    assert live.process.wait(20) == (130 if number is signal.SIGINT else -number)
     assert not live.url
     assert eventually(lambda: not is_running(engine), 10)
     assert "Traceback" not in live.output
     if number is not signal.SIGKILL:
+        assert live.output.splitlines()[-1] == "interrupted"
         assert list(live.temporary.iterdir()) == []
 
 
