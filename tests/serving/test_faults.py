@@ -191,10 +191,12 @@ def test_a_second_signal_ends_at_once(servers: Servers) -> None:
     live = servers.told_twice
     engine = live.engine_pid()
     with live.stream("/v1/completions", ENDLESS) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: one that is dropped hangs up
+        next(lines)
         live.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert live.process.poll() is None, "it drains while the stream runs"
+        assert eventually(lambda: "finishing 100 answers" in live.output, 5), live.output
         live.process.send_signal(signal.SIGTERM)
         assert live.process.wait(5) != 0
     assert eventually(lambda: not is_running(engine), 5)
